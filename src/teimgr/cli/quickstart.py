@@ -97,12 +97,7 @@ def daemon(api_port: int | str, grpc_port: int | str, state: Path) -> Iterator[s
 
 
 def greet(
-    api: str,
-    grpc: str,
-    process: subprocess.Popen[bytes],
-    state: Path,
-    model: str = MODEL,
-    instance: str = INSTANCE,
+    api: str, grpc: str, process: subprocess.Popen[bytes], state: Path, model: str = MODEL, instance: str = INSTANCE
 ) -> None:
     """Create the instance, embed a text, and print commands to try next.
 

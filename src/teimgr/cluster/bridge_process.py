@@ -221,11 +221,7 @@ def main(arguments: Sequence[str]) -> int:
     control, address, node_ip = arguments
     _await_listener(address)
     ray.init(
-        address=address,
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        configure_logging=False,
-        _node_ip_address=node_ip,
+        address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False, _node_ip_address=node_ip
     )
     asyncio.run(_main(socket.socket(fileno=int(control))))
     return 0

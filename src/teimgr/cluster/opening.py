@@ -68,13 +68,7 @@ def open_cluster(
         return RayMuxHosts(head, wanted, settings.tls_files, settings.cluster.placement_timeout_secs)
 
     forwarding = PortForwarding(
-        directory,
-        head.host.name,
-        enrolment.identity,
-        local,
-        settings.instance_host,
-        launcher.spec_of,
-        head.services,
+        directory, head.host.name, enrolment.identity, local, settings.instance_host, launcher.spec_of, head.services
     )
     return Cluster(
         launcher,

@@ -122,12 +122,7 @@ class Intake:
     """
 
     def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        queue: EntryQueue,
-        finisher: Finisher,
-        limit_tokens: int,
-        queries: QueryRunner,
+        self, tokenizer: TextTokenizer, queue: EntryQueue, finisher: Finisher, limit_tokens: int, queries: QueryRunner
     ) -> None:
         self._tokenizer = tokenizer
         self._queue = queue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -151,6 +151,8 @@ class Model:
             KeyError: the model has no such output.
         """
         heads = {output: self._heads[output] for output in outputs}
+        if len(heads) == 1 and self.is_native and isinstance(head := next(iter(heads.values())), DenseHead):
+            batch = replace(batch, kept=head.token_of(batch))
         needs_hidden = any(_reads_hidden(head, batch) for head in heads.values())
         hidden = self.backbone.hidden(batch) if needs_hidden else _nothing(self.backbone.device)
         return {output: head(hidden, batch) for output, head in heads.items()}

@@ -315,12 +315,7 @@ class Runner:
             return False
         return any(self._queue.texts(lane) or self._queue.waiting_before(lane) for lane in self._lanes)
 
-    def _keep(
-        self,
-        distinct: DistinctInputs,
-        places_of: NDArray[np.intp],
-        rows: Mapping[Output, HostRows],
-    ) -> None:
+    def _keep(self, distinct: DistinctInputs, places_of: NDArray[np.intp], rows: Mapping[Output, HostRows]) -> None:
         """Finisher thread: keep the results of a batch in the cache."""
         assert self._cache is not None
         for key, at in distinct.known.items():

@@ -207,11 +207,7 @@ def pixel_steps(given: dict[str, Any]) -> PixelSteps:
         raise ModelLoadFailed(f"preprocessor_config.json has resample = {resample!r}, which is not a filter of Pillow")
     means, deviations = (CLIP_MEANS, CLIP_DEVIATIONS) if is_clip else (_HALVES, _HALVES)
     return PixelSteps(
-        shortest=shortest,
-        size=size,
-        resample=resample,
-        crop=crop,
-        **numbers_of(given, means, deviations),
+        shortest=shortest, size=size, resample=resample, crop=crop, **numbers_of(given, means, deviations)
     )
 
 

@@ -97,10 +97,7 @@ class Neighbours(Protocol):
 
 
 def resolve(
-    model_id: str,
-    revision: str | None = None,
-    neighbours: Neighbours | None = None,
-    roots: Sequence[str] | None = None,
+    model_id: str, revision: str | None = None, neighbours: Neighbours | None = None, roots: Sequence[str] | None = None
 ) -> ModelSource:
     """Find `model_id`, downloading it when only the hub or another host has it; of an adapter its base model too.
     Blocking.

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import TASK_NAME
-from teimgr.models.served_config import (
-    HEADS,
-    Config,
-    ServedConfig,
-    check_heads,
-    classes_of,
-    number,
-    refuse_unless,
-)
+from teimgr.models.served_config import HEADS, Config, ServedConfig, check_heads, classes_of, number, refuse_unless
 
 JINA_XLM_ROBERTA = "jina-xlm-roberta"
 # What the class XLMRobertaFlashConfig has where config.json has nothing, and the library's class something else.
@@ -122,14 +114,8 @@ _JINA_BERT_UNUSED = frozenset(
 
 XLM_CLASSES = classes_of(
     "configuration_xlm_roberta", "modeling_xlm_roberta", "XLMRoberta", *HEADS, "ForPreTraining"
-) | {
-    "configuration_xlm_roberta.XLMRobertaFlashConfig",
-    "modeling_lora.XLMRobertaLoRA",
-}
+) | {"configuration_xlm_roberta.XLMRobertaFlashConfig", "modeling_lora.XLMRobertaLoRA"}
 V5_CLASSES = frozenset(
-    {
-        "configuration_jina_embeddings_v5.JinaEmbeddingsV5Config",
-        "modeling_jina_embeddings_v5.JinaEmbeddingsV5Model",
-    }
+    {"configuration_jina_embeddings_v5.JinaEmbeddingsV5Config", "modeling_jina_embeddings_v5.JinaEmbeddingsV5Model"}
 )
 BERT_CLASSES = classes_of("configuration_bert", "modeling_bert", "JinaBert", *HEADS)

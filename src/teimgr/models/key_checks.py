@@ -50,12 +50,7 @@ def check_files(metadata: ModelMetadata) -> tuple[str, ...]:
     Raises:
         ModelLoadFailed: a file that modules.json names is missing, or a key has a value that is not served.
     """
-    found = [
-        *_config(metadata),
-        *_settings(metadata),
-        *_saved(metadata),
-        *_modules(metadata),
-    ]
+    found = [*_config(metadata), *_settings(metadata), *_saved(metadata), *_modules(metadata)]
     _check_modalities(metadata)
     found += TOKENIZER.warnings("tokenizer_config.json", metadata.tokens.config)
     return tuple(dict.fromkeys(found))

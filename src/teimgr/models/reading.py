@@ -187,12 +187,7 @@ def refuse_warnings(warnings: Sequence[str]) -> None:
 
 
 def _read(
-    root: Path,
-    pooling: str | None,
-    kind: str | None,
-    trust_remote_code: bool,
-    render: bool,
-    chain: Chain | None = None,
+    root: Path, pooling: str | None, kind: str | None, trust_remote_code: bool, render: bool, chain: Chain | None = None
 ) -> Layout:
     metadata = read_metadata(root, trust_remote_code, chain)
     if metadata.chain.first == "CLIPModel" and not is_dual_encoder(metadata):

@@ -336,11 +336,7 @@ def item_of_object(given: dict[str, Any], place: str) -> SentItem:
         return SentImage(text, place) if named == ["image"] else text
     if len(named) == len(given) == 2:
         return SentContent(given["text"], (SentImage(given["image"], f"{place}.image"),), place)
-    raise http.BadRequest(
-        400,
-        f"{place}: needs `text` or `image`, a string, and nothing else",
-        place.partition(".")[0],
-    )
+    raise http.BadRequest(400, f"{place}: needs `text` or `image`, a string, and nothing else", place.partition(".")[0])
 
 
 def has_image(given: Any) -> bool:

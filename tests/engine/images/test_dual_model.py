@@ -26,7 +26,7 @@ from tests.support.models.dual_encoders import (
 from tests.support.native import needs_native_forward
 
 from teimgr.engine.job import Lane, Output
-from teimgr.engine.native_forward.image_layers import NativeLayers
+from teimgr.engine.native_forward.image_layers import NativeLayers, NativePatches
 from teimgr.errors import InvalidInput, ModelLoadFailed, WrongModelKind
 from teimgr.models.reading import read_layout
 
@@ -166,3 +166,11 @@ def test_a_model_of_texts_refuses_a_picture_by_name(
 ) -> None:
     with pytest.raises(WrongModelKind, match="takes no image"):
         serve(model_dir("bert")).engine.picture(file_of(Image.new("RGB", (4, 4))))
+
+
+@needs_native_forward
+def test_the_last_layer_computes_the_pooled_row_alone_where_no_other_is_read(served: Served) -> None:
+    """SigLIP's head reads all rows; patches are a native linear layer in both. Compared with the library's above."""
+    vision = served.engine._runners[0]._model._tower.vision
+    assert vision.encoder.first_alone == (vision.config.model_type != "siglip_vision_model")
+    assert isinstance(vision.embeddings.patch_embedding, NativePatches)

@@ -423,3 +423,30 @@ def test_a_dtype_that_the_instructions_do_not_multiply_is_refused(bert: Any) -> 
         ForwardKernel(program, torch.float16)
     with pytest.raises(CannotLowerError, match="bfloat16"):
         ForwardKernel(program, torch.bfloat16, level="avx2")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("level", HERE)
+def test_the_kept_row_of_each_text_is_that_of_all_rows_bit_for_bit(level: str, dtype: torch.dtype, module: Any) -> None:
+    """Beyond the last attention the others are not computed, be the texts many or one."""
+    try:
+        kernel = ForwardKernel(lower(trace_forward(module, options(module))), dtype, level=level)
+    except CannotLowerError as refusal:
+        pytest.skip(str(refusal))
+    for lengths in (LENGTHS, (300,), (3, 4), (70,) * 40):
+        batch = pack(texts_of(lengths))
+        for kept in (batch.begins, batch.ends - 1):
+            for threads in (1, 2):
+                whole = kernel(batch, batch.position_ids, threads)
+                own = kernel(replace(batch, kept=kept), batch.position_ids, threads)
+                assert torch.equal(own, whole[torch.from_numpy(kept)])
+
+
+def test_a_kept_row_outside_of_the_batch_is_refused(bert: Any) -> None:
+    kernel = ForwardKernel(lower(trace_forward(bert, {})), torch.float32)
+    batch = pack(texts_of([3, 80]))
+    for kept in (np.array([0, 83]), np.array([-1, 5])):
+        with pytest.raises(IndexError):
+            kernel(replace(batch, kept=kept), batch.position_ids, 1)
+    with pytest.raises(ValueError, match="kept"):
+        kernel(replace(batch, kept=np.array([0])), batch.position_ids, 1)

@@ -168,12 +168,7 @@ class Sampler:
         gpus: Reads the cards, with the memory of processes on them.
     """
 
-    def __init__(
-        self,
-        scraper: Scraper,
-        views: Callable[[], Sequence[InstanceView]],
-        gpus: InventorySource,
-    ) -> None:
+    def __init__(self, scraper: Scraper, views: Callable[[], Sequence[InstanceView]], gpus: InventorySource) -> None:
         self.version = 0
         self.figures: dict[str, Figures] = {}
         self._scraper = scraper

@@ -154,7 +154,8 @@ class PackedBatch:
     `order[i]` of those given to `pack`, and its tokens are `cu_seqlens[i]` to `cu_seqlens[i + 1]` (int32 [N + 1]).
     The others are None if no text needs them: `prompt_lens` (int32 [N], leading tokens that pooling leaves out),
     `type_ids` (int64 [T]), `keys` (int32 [N], the leading tokens of a text that its tokens attend to), `queries`
-    (bool [N], the role on models with roles), `tasks` (int32 [N]: a run has one task alone).
+    (bool [N], the role on models with roles), `tasks` (int32 [N]: a run has one task alone), `kept` (int64 [N], a token
+    of each text: a native forward may give the hidden states of these alone).
     """
 
     ids: NDArray[np.int64]
@@ -168,6 +169,7 @@ class PackedBatch:
     keys: NDArray[np.int32] | None = None
     queries: NDArray[np.bool_] | None = None
     tasks: NDArray[np.int32] | None = None
+    kept: NDArray[np.int64] | None = None
 
     def rounded_up(self) -> PackedBatch:
         """The same texts with a few idle tokens behind them, so that rows have few different lengths.

@@ -82,10 +82,7 @@ class PinnedRing:
     """
 
     def __init__(
-        self,
-        buffers: int,
-        memory: Callable[[int], Tensor] = pinned_memory,
-        events: Callable[[], Event] = new_event,
+        self, buffers: int, memory: Callable[[int], Tensor] = pinned_memory, events: Callable[[], Event] = new_event
     ) -> None:
         self._most = buffers
         self._memory = memory

@@ -221,10 +221,7 @@ class Load(Protocol):
 
 
 def choose(
-    load: Load,
-    wanted: torch.dtype | None,
-    inputs: Sequence[Encoded],
-    cache: ReferenceCache | None = None,
+    load: Load, wanted: torch.dtype | None, inputs: Sequence[Encoded], cache: ReferenceCache | None = None
 ) -> tuple[Model, Choice]:
     """Load a model and choose its dtype and batching; `wanted` None is the fastest dtype that is close enough.
 

@@ -111,8 +111,15 @@ class DenseHead:
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         """Neither cut nor normalised by the request's options."""
-        pooled = pool(hidden, batch, self._poolings) if self._poolings else hidden.float()
+        is_pooled = not self._poolings or (batch.kept is not None and len(hidden) == batch.texts)
+        pooled = hidden.float() if is_pooled else pool(hidden, batch, self._poolings)
         return Rows(self._projections(pooled) if len(self._projections) else pooled)
+
+    def token_of(self, batch: PackedBatch) -> NDArray[np.int64] | None:
+        """The only token of each text whose hidden states it reads, [N]; None if it reads others."""
+        if self._poolings == ("cls",):
+            return batch.begins if batch.prompt_lens is None else batch.begins + batch.prompt_lens
+        return batch.ends - 1 if self._poolings == ("last_token",) else None
 
 
 def finish(

@@ -23,7 +23,7 @@ from teimgr.engine.images.waiting import FileDecoder, PictureDecoder
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module
 from teimgr.engine.model import DeviatesError, Heads, Model
-from teimgr.engine.native_forward.image_layers import native_layers
+from teimgr.engine.native_forward.image_layers import native_layers, put_native_patches
 from teimgr.engine.native_forward.program import CannotLowerError
 from teimgr.engine.weights.host import HostWeights
 from teimgr.errors import ModelLoadFailed
@@ -111,7 +111,7 @@ class PicturedModel(Model):
         self.decoder = decoder
         self.known = known
         self._reference: Tensor | None = None
-        self._layers: nn.Module | None = None  # kept here too, where its memory is counted
+        self._layers: list[nn.Module] = []  # kept here too, where its memory is counted
 
     def pack(self, inputs: Sequence[Encoded]) -> PackedBatch:
         """A batch of inputs, whose pictures are decoded."""
@@ -144,11 +144,27 @@ class PicturedModel(Model):
             found = self.vectors(self.known)
             cosine = least_cosine(found, reference)
             if cosine >= (EXACT_COSINE if each is torch.float32 else least):
-                self._layers = vision.encoder
-                return found
+                self._layers = [vision.encoder]
+                self._compute_first_rows_alone(vision.encoder, found)
+                own_patches = put_native_patches(vision, each)
+                found = self.vectors(self.known)
+                if least_cosine(found, reference) >= (EXACT_COSINE if each is torch.float32 else least):
+                    self._layers += [getattr(parent, name) for parent, name, _ in own_patches]
+                    return found
+                for parent, name, patches in own_patches:
+                    setattr(parent, name, patches)
+                return self.vectors(self.known)
             vision.encoder = own
             log.warning("native layers of the image half in %s are refused: a cosine of %.6f", each, cosine)
         return reference
+
+    def _compute_first_rows_alone(self, layers: Any, known: Tensor) -> None:
+        """Let the last layer compute the first row of a picture alone, if no bit of `known` vectors changes by that."""
+        layers.first_alone = True
+        try:
+            layers.first_alone = torch.equal(self.vectors(self.known), known)
+        except (RuntimeError, IndexError, ValueError):  # of a head that reads all rows
+            layers.first_alone = False
 
     def _closeness(self) -> float:
         """The lowest cosine of the known pictures to the reference."""

@@ -16,6 +16,7 @@ enum {
     SHARING_COST = 16,          // steps that are shared take a sixteenth longer: threads wait for each other
     HELD_OF = 2,                // units of a step for each thread, of which each may hold one ahead
     SPINS = 20000,              // before a thread that waits for another offers its core
+    FEW_DROPPED = 64,           // rows that are not wanted: to leave them out is not worth a second program
 };
 
 static inline int64_t ceiling(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
@@ -465,7 +466,10 @@ static int indices_are_valid(const struct forward *call) {
             for (int64_t token = 0; token < call->tokens; token++) outside |= (uint64_t)indices[i][token] >= (uint64_t)rows;
         if (outside) return 0;
     }
-    return 1;
+    int64_t outside = 0;
+    for (int64_t i = 0; call->kept != NULL && i < call->texts; i++)
+        outside |= (uint64_t)call->kept[i] >= (uint64_t)call->tokens;
+    return !outside;
 }
 
 // How many of the smallest groups all threads had better share step by step, once each has taken its part of the others:
@@ -488,12 +492,9 @@ static int64_t shared_groups(const struct group *groups, int64_t count, int64_t 
     return best;
 }
 
-int forward(struct forward *call) {
+// A call that is valid, for all of its tokens.
+static int run_all(struct forward *call) {
     const struct program *program = call->program;
-    if (program == NULL) return BAD_CALL;
-    if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < FIRST_OF_BFLOAT16)) return UNSUPPORTED;
-    if (!forward_is_valid(call)) return BAD_CALL;
-    if (!indices_are_valid(call)) return BAD_INDEX;
     struct group *groups = malloc((size_t)call->texts * sizeof *groups), group = {.program = program, .call = call};
     if (groups == NULL) return NO_MEMORY;
     const int threads = call->parallel == NULL ? 1 : (int)greater(call->threads, 1), cores = forward_begins(threads);
@@ -524,6 +525,95 @@ int forward(struct forward *call) {
     forward_ends(threads, cores);
     call->waited = cores ? 0 : work.waited;  // where it waits by intention
     return atomic_load(&work.status);
+}
+
+static int writes(const struct step *step, int32_t slot) { return step->floats == slot || step->operands == slot; }
+
+// Whether the steps behind step `at` compute each row from that row of its result, as float32, alone.
+static int is_narrow(const struct program *program, int64_t at) {
+    const struct step *steps = program->steps;
+    if (steps[at].floats == NO_SLOT || steps[at].groups != 1 || steps[at].width % 16) return 0;
+    for (int64_t i = at + 1; i < program->step_count; i++) {
+        if (steps[i].kind == EMBED || steps[i].kind == ROTATE) return 0;
+        const int32_t reads[] = {steps[i].x.slot, steps[i].with.slot, steps[i].third.slot};
+        for (int r = 0; r < 3; r++) {
+            int64_t from = at;
+            while (reads[r] != NO_SLOT && from < i && !writes(steps + from, reads[r])) from++;
+            if (from == i) return 0;
+        }
+    }
+    return 1;
+}
+
+// The first step behind all attention that is narrow; the last step where no other is.
+static int64_t narrow_step(const struct program *program) {
+    int64_t at = program->step_count - 1;
+    while (at > 0 && program->steps[at - 1].kind != ATTEND) at--;
+    while (at < program->step_count - 1 && !is_narrow(program, at)) at++;
+    return at;
+}
+
+// The steps from `at` on, for `rows` of the result of that step, float32 [texts, its width].
+static int run_narrow(struct forward *call, int64_t at, const float *rows) {
+    const struct program *program = call->program;
+    const struct step *step = program->steps + at;
+    const int64_t texts = call->texts, count = program->step_count - at;
+    struct step *steps = malloc((size_t)count * sizeof *steps);
+    int64_t *ids = malloc((size_t)texts * sizeof *ids);
+    int32_t *begins = malloc((size_t)(texts + 1) * sizeof *begins);
+    int status = NO_MEMORY;
+    if (steps != NULL && ids != NULL && begins != NULL) {
+        memcpy(steps, step, (size_t)count * sizeof *steps);
+        steps[0] = (struct step){
+            .kind = EMBED, .x = {NO_SLOT, 0}, .with = {NO_SLOT, 0}, .third = {NO_SLOT, 0}, .floats = step->floats,
+            .operands = step->operands, .width = step->width, .groups = 1, .tables = {rows},
+            .table_size = {texts * step->width}, .index = {IDS}, .table_count = 1, .scale = 1.0f};
+        for (int64_t i = 0; i < texts; i++) ids[i] = begins[i] = (int32_t)i;
+        begins[texts] = (int32_t)texts;
+        struct program own = *program;
+        own.steps = steps, own.step_count = count;
+        struct forward behind = *call;
+        behind.program = &own, behind.ids = ids, behind.begins = begins, behind.tokens = texts;
+        behind.positions = behind.types = behind.kept = NULL, behind.keys = NULL;
+        status = run_all(&behind);
+        call->waited += behind.waited;
+    }
+    free(steps), free(ids), free(begins);
+    return status;
+}
+
+// As `run_all`, of one row of each text: behind the last attention no other is computed. A row's result is the same, as it
+// depends on none beside it.
+static int run_kept(struct forward *call) {
+    const struct program *program = call->program;
+    const int64_t last = program->step_count - 1;
+    const int64_t at = call->tokens - call->texts < FEW_DROPPED ? last : narrow_step(program);
+    struct program own = *program;
+    if (at < last) own.step_count = at + 1, own.result = program->steps[at].floats, own.width = program->steps[at].width;
+    const size_t width = (size_t)own.width, row = width * sizeof(float);
+    float *states = malloc((size_t)call->tokens * row), *rows = at < last ? malloc((size_t)call->texts * row) : call->out;
+    int status = NO_MEMORY;
+    if (states != NULL && rows != NULL) {
+        struct forward all = *call;
+        all.program = &own, all.out = states, all.kept = NULL;
+        status = run_all(&all);
+        call->waited = all.waited;
+        for (int64_t i = 0; i < call->texts; i++)
+            memcpy(rows + (size_t)i * width, states + (size_t)call->kept[i] * width, row);
+        if (status == DONE && at < last) status = run_narrow(call, at, rows);
+    }
+    free(states);
+    if (at < last) free(rows);
+    return status;
+}
+
+int forward(struct forward *call) {
+    const struct program *program = call->program;
+    if (program == NULL) return BAD_CALL;
+    if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < FIRST_OF_BFLOAT16)) return UNSUPPORTED;
+    if (!forward_is_valid(call)) return BAD_CALL;
+    if (!indices_are_valid(call)) return BAD_INDEX;
+    return call->kept == NULL ? run_all(call) : run_kept(call);
 }
 #else
 int64_t panel_width(int32_t level) { return (void)level, 0; }

@@ -95,8 +95,9 @@ struct forward {
     const int64_t *ids, *positions, *types;    // [tokens]; types NULL: all 0
     const int32_t *begins;                     // [texts + 1]
     const int32_t *keys;                       // [texts]: leading tokens that are keys; NULL: all
+    const int64_t *kept;                       // [texts]: the tokens whose result is written, one of each text; NULL: all
     int64_t texts, tokens;
-    float *out;                                // [tokens, width]
+    float *out;                                // [tokens, width], or where `kept` is not NULL [texts, width]
     int64_t out_size;                          // numbers that there is room for
     int32_t threads;                           // at most
     parallel_function parallel;                // NULL: on the calling thread

@@ -173,5 +173,6 @@ int forward_is_valid(const struct forward *call) {
     if (call->texts < 1 || call->begins[0] != 0 || call->begins[call->texts] != call->tokens) return 0;
     for (int64_t i = 0; i < program->step_count; i++)
         if (program->steps[i].kind == ROTATE && call->positions == NULL) return 0;
-    return call->out != NULL && call->out_size >= call->tokens * program->width && call->threads >= 0;
+    const int64_t rows = call->kept == NULL ? call->tokens : call->texts;
+    return call->out != NULL && call->out_size >= rows * program->width && call->threads >= 0;
 }

@@ -17,26 +17,70 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast
 
 from teimgr.engine.native_forward.kernel import ForwardKernel, forward_kernel
-from teimgr.engine.native_forward.program import CannotLowerError
+from teimgr.engine.native_forward.program import CannotLowerError, Columns, ForwardProgram, Step
 from teimgr.engine.native_forward.trace import TRACED_TOKENS
 from teimgr.engine.rotary import depends_on_batch, own_rotary
 
 log = logging.getLogger(__name__)
 
 # The halves of a library's model of pages, by their names.
+_COLUMNS = 16  # a row of the library is a multiple of this many numbers
 _VISION, _TEXTS = ("vision_tower", "vision_model"), ("language_model", "text_model")
 
 
 class NativeLayers(nn.Module):
-    """Takes the place of an image half's layers: embedded pictures [N, T, width] → their hidden states."""
+    """Takes the place of an image half's layers: embedded pictures [N, T, width] → their hidden states; [N, 1, width],
+    those of the first token, once `first_alone` is set, where nothing behind reads others.
+    """
 
     def __init__(self, kernel: ForwardKernel) -> None:
         super().__init__()
         self._kernel = kernel
+        self.first_alone = False
 
     def forward(self, inputs_embeds: Tensor, *_: Any, **__: Any) -> Any:
-        states = _states(self._kernel, inputs_embeds)
+        states = _states(self._kernel, inputs_embeds, first=self.first_alone)
         return BaseModelOutput(last_hidden_state=states)
+
+
+class NativePatches(nn.Module):
+    """Takes the place of a convolution of patches beside each other: one linear layer of their numbers."""
+
+    def __init__(self, own: nn.Conv2d, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._size, self.weight = own.kernel_size, torch.empty(own.weight.shape, dtype=own.weight.dtype, device="meta")
+        rows = functional.pad(own.weight.detach().float().flatten(1), (0, -own.weight[0].numel() % _COLUMNS))
+        width, table = rows.shape[1], torch.zeros(1, rows.shape[1])
+        linear = Step("linear", 1, len(rows), x=Columns(0, 0, width), weights=rows, bias=own.bias)
+        steps = Step("embed", 0, width, tables=((table, "ids"),)), linear
+        self._kernel = ForwardKernel(ForwardProgram(steps, len(rows)), dtype)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """[N, colours, height, width] → [N, columns, rows of patches, patches of a row], of the same dtype."""
+        count, colours, height, width = numbers.shape
+        (tall, wide), columns = self._size, self.weight[0].numel()
+        down, across = height // tall, width // wide
+        split = numbers[..., : down * tall, : across * wide].reshape(count, colours, down, tall, across, wide)
+        rows = split.permute(0, 2, 4, 1, 3, 5).float().reshape(count, down * across, columns)
+        found = _states(self._kernel, functional.pad(rows, (0, -columns % _COLUMNS)))
+        return found.view(count, down, across, -1).permute(0, 3, 1, 2).to(numbers.dtype)
+
+
+def put_native_patches(vision: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, str, nn.Conv2d]]:
+    """Replace the convolutions of patches in an image half; returns these with their places.
+
+    Raises:
+        CannotLowerError: as `native_layers`.
+    """
+    found = []
+    for parent in list(vision.modules()):
+        for name, own in list(parent.named_children()):
+            if not isinstance(own, nn.Conv2d) or (own.groups, own.dilation) != (1, (1, 1)):
+                continue
+            if own.stride == own.kernel_size and own.padding in ("valid", (0, 0)):
+                setattr(parent, name, NativePatches(own, dtype))
+                found.append((parent, name, own))
+    return found
 
 
 class NativeTexts(nn.Module):
@@ -65,12 +109,12 @@ class NativeTexts(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=states)
 
 
-def _states(kernel: ForwardKernel, embedded: Tensor, positions: Tensor | None = None) -> Tensor:
-    """[N, T, width] → the same shape and dtype."""
+def _states(kernel: ForwardKernel, embedded: Tensor, positions: Tensor | None = None, *, first: bool = False) -> Tensor:
+    """[N, T, width of a row] → [N, T, width], or [N, 1, width] of the `first` row of each, in the same dtype."""
     rows = embedded.float().flatten(0, 1)
     at = None if positions is None else positions.numpy()
-    found = kernel.of_rows(rows, embedded.shape[1], torch.get_num_threads(), at)
-    return found.view(embedded.shape).to(embedded.dtype)
+    found = kernel.of_rows(rows, embedded.shape[1], torch.get_num_threads(), at, first=first)
+    return found.view(len(embedded), -1, found.shape[1]).to(embedded.dtype)
 
 
 class _BehindRows(nn.Module):

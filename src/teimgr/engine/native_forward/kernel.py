@@ -125,6 +125,7 @@ class _Call(ctypes.Structure):
         ("types", ctypes.c_void_p),
         ("begins", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
         ("texts", ctypes.c_int64),
         ("tokens", ctypes.c_int64),
         ("out", ctypes.c_void_p),
@@ -193,11 +194,7 @@ class ForwardKernel:
         byte_sum_bits = int(library.byte_sum_bits(self._level))
         has_bfloat16, is_int8 = self._level >= BFLOAT16_LEVEL, dtype is torch.int8
         self._bfloat16 = has_bfloat16 and dtype is not torch.float32
-        known = {
-            torch.float32: True,
-            torch.bfloat16: has_bfloat16,
-            torch.int8: bool(byte_sum_bits),
-        }
+        known = {torch.float32: True, torch.bfloat16: has_bfloat16, torch.int8: bool(byte_sum_bits)}
         if not self._panel or not known.get(dtype, False):
             raise CannotLowerError(f"no {dtype} on {LEVELS[self._level]}")
         if is_int8:
@@ -232,7 +229,9 @@ class ForwardKernel:
         self._longer: _SizedProgram | None = None  # of the last length beyond `trained`
 
     def __call__(self, batch: PackedBatch, positions: NDArray[np.int64], threads: int) -> Tensor:
-        """Hidden states, float32 [T, width]; `positions` are int64 [T]. Any number of threads may call at a time.
+        """Hidden states, float32 [T, width], or [N, width] if the batch has `kept` tokens; `positions` are int64 [T].
+
+        Any number of threads may call at a time.
 
         Raises:
             RuntimeError: a thread's part of the batch cannot be allocated.
@@ -242,8 +241,8 @@ class ForwardKernel:
         arrays = (batch.ids, positions) if batch.type_ids is None else (batch.ids, positions, batch.type_ids)
         if any(len(array) != batch.tokens for array in arrays) or len(batch.cu_seqlens) != batch.texts + 1:
             raise ValueError("native forward: the arrays of the batch have different lengths")
-        if batch.keys is not None and len(batch.keys) != batch.texts:
-            raise ValueError("native forward: the number of keys is not known for each text")
+        if any(each is not None and len(each) != batch.texts for each in (batch.keys, batch.kept)):
+            raise ValueError("native forward: the number of keys, or the kept token, is not known for each text")
         return self._computed(self._sized_for(positions), batch, positions, threads)
 
     def _sized_for(self, positions: NDArray[np.int64]) -> _SizedProgram:
@@ -252,10 +251,18 @@ class ForwardKernel:
             return self._sized
         return self._of_length(most) if most > self._trained else self._grown(1 << (most - 1).bit_length())
 
-    def of_rows(self, rows: Tensor, length: int, threads: int, positions: NDArray[np.int64] | None = None) -> Tensor:
+    def of_rows(
+        self,
+        rows: Tensor,
+        length: int,
+        threads: int,
+        positions: NDArray[np.int64] | None = None,
+        *,
+        first: bool = False,
+    ) -> Tensor:
         """Hidden states, float32 [T, width], of inputs of `length` rows each: float32 [T, width of a row], which take
-        the place of the program's only table of ids. `positions` are int64 [T], all 0 where None. Any number of threads
-        may call at a time.
+        the place of the program's only table of ids; those of the `first` row of each alone. `positions` are int64 [T],
+        all 0 where None. Any number of threads may call at a time.
 
         Raises:
             RuntimeError: as a call.
@@ -281,6 +288,7 @@ class ForwardKernel:
             max_seqlen=length,
             runs=(),
             order=np.arange(tokens // length),
+            kept=np.arange(0, tokens, length) if first else None,
         )
         own = _SizedProgram(sized.positions, (kept, *sized.tables), steps, program)
         return self._computed(own, batch, positions, threads)
@@ -289,7 +297,7 @@ class ForwardKernel:
         is_small = batch.tokens <= _SMALL_TOKENS
         if is_small and threads > 1:
             threads = self._helper_waits.threads(threads)
-        out = torch.empty(batch.tokens, self._program.width)
+        out = torch.empty(batch.tokens if batch.kept is None else batch.texts, self._program.width)
         call = _Call(
             program=ctypes.pointer(sized.program),
             ids=address(batch.ids),
@@ -297,6 +305,7 @@ class ForwardKernel:
             types=None if batch.type_ids is None else address(batch.type_ids),
             begins=address(batch.cu_seqlens),
             keys=None if batch.keys is None else address(batch.keys),
+            kept=None if batch.kept is None else address(batch.kept),
             texts=batch.texts,
             tokens=batch.tokens,
             out=out.data_ptr(),

@@ -34,14 +34,7 @@ from teimgr.engine.text.truncation import (
     too_many_characters,
 )
 from teimgr.engine.text.wordpiece import WordPiece, wordpiece
-from teimgr.errors import (
-    EmptyInput,
-    InputTooLong,
-    InvalidConfig,
-    InvalidInput,
-    TeimgrError,
-    TokenizerFailed,
-)
+from teimgr.errors import EmptyInput, InputTooLong, InvalidConfig, InvalidInput, TeimgrError, TokenizerFailed
 from teimgr.models.layout import Backbone, Layout
 from teimgr.wire.text_column import TextColumn
 

@@ -57,11 +57,7 @@ class RequestHead(NamedTuple):
             raise InvalidHead(f":path is not a path: {_shown(self.target)}") from None
         raw = url.path or b""
         path = raw.decode("ascii")
-        return {
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": raw,
-            "query_string": url.query or b"",
-        }
+        return {"path": unquote(path) if "%" in path else path, "raw_path": raw, "query_string": url.query or b""}
 
 
 def read_head(headers: Headers) -> RequestHead:
