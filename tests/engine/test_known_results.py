@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine.conftest import Served
+from tests.support.card import StandInCard
 from tests.support.models import build, build_cross_encoder, build_m3
 from tests.support.polling import until
 
@@ -195,6 +196,31 @@ def test_the_cache_is_bounded_in_bytes_and_loses_what_was_not_used_for_longest()
     assert cache.find((b"nan",), dense) is None
     assert cache.find((bytes([0]) * 16,), frozenset({Output.TOKENS})) is None
     assert len(cache) == 3
+
+
+def test_what_is_kept_stays_when_the_memory_that_it_came_in_is_used_again() -> None:
+    """Results of a card come in pinned memory, which the next batch gets."""
+    cache, values, positions = ResultCache(3000), np.ones(3, np.float32), np.arange(3)
+    cache.put((b"sparse",), {Output.SPARSE: (values, positions)})
+    values[:], positions[:] = 7.0, 7
+    found = cache.find((b"sparse",), frozenset({Output.SPARSE}))
+    assert found is not None
+    assert [each.tolist() for each in found[Output.SPARSE] if each is not None] == [[1.0] * 3, [0, 1, 2]]
+
+
+def test_a_card_keeps_the_entries_of_sparse_vectors(card: StandInCard, tmp_path: Path) -> None:
+    build_m3(tmp_path)
+    served = Served(tmp_path, dtype="bfloat16", cache_bytes=2**20)
+    try:
+        outputs = frozenset({Output.SPARSE})
+        (first,) = served.embed([TEXT], outputs=outputs).sparse
+        served.embed([OTHER], outputs=outputs)
+        (again,) = served.embed([TEXT], outputs=outputs).sparse
+        assert first is not None
+        assert again is not None
+        assert again.indices.tolist() == first.indices.tolist()
+    finally:
+        served.engine.close(1.0)
 
 
 def test_one_in_eight_texts_tells_how_many_come_again() -> None:

@@ -12,7 +12,8 @@ import pytest
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import missing_file
 from teimgr.models.reading import read_layout
-from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
+from tests.engine.conftest import Served, card, serve  # noqa: F401  fixtures
+from tests.support.card import StandInCard
 from tests.support.models import TEXTS, build_routed_dense, edit, read, write
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
@@ -122,3 +123,12 @@ def test_vectors_of_two_sizes_are_refused(tmp_path: Path, serve: Callable[..., S
     write(router_of(model), router)
     with pytest.raises(ModelLoadFailed, match=r"queries gives vectors of \d+ numbers and the one of documents of \d+"):
         serve(model)
+
+
+@pytest.mark.parametrize("way", ["two", "behind", "table"])
+def test_a_card_serves_both_roles(way: str, card: StandInCard, tmp_path: Path, serve: Callable[..., Served]) -> None:  # noqa: F811
+    served = serve(build_routed_dense(tmp_path / "model", way), dtype="float32")
+    for role in ("query", "document"):
+        together = vectors(served, TEXTS, prompt_name=role)
+        alone = np.concatenate([vectors(served, [text], prompt_name=role) for text in TEXTS])
+        np.testing.assert_allclose(together, alone, atol=2e-5)

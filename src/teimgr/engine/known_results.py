@@ -81,7 +81,7 @@ class ResultCache:
 
     def put(self, key: Key, result: Result) -> None:
         """Keep a result, unless it has NaN or infinity."""
-        own = {output: (np.array(values), indices) for output, (values, indices) in result.items()}
+        own = {output: (of.copy(), at if at is None else at.copy()) for output, (of, at) in result.items()}
         if not all(np.isfinite(values).all() for values, _ in own.values()):
             return
         size = _bytes_of(key, own)

@@ -31,15 +31,7 @@ class RoutedModel(Model):
                 "they cannot be compared"
             )
         self._documents, self._queries = documents, queries
-        super().__init__(_larger(documents, queries).backbone, {})
-
-    @property
-    def outputs(self) -> frozenset[Output]:
-        return frozenset({Output.DENSE})
-
-    @property
-    def widths(self) -> dict[Output, int]:
-        return {Output.DENSE: self._documents.widths[Output.DENSE]}
+        super().__init__(_larger(documents, queries).backbone, {Output.DENSE: documents._heads[Output.DENSE]})
 
     @property
     def is_native(self) -> bool:

@@ -119,6 +119,26 @@ class NothingWaits(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+def test_the_weights_of_queries_are_copied_to_a_device_once() -> None:
+    """Each copy would wait for what the device does."""
+    copies = []
+
+    class Table:
+        device = torch.device("cuda")
+
+        def to(self, device: torch.device) -> torch.Tensor:
+            copies.append(device)
+            return torch.arange(4.0)
+
+    table: Any = Table()
+    weights = heads.RoutedWeights(heads.SpladeWeights(lambda hidden: hidden, 4, Splade()), table)
+    batch = pack([Encoded(np.array(ids, np.int32), query=True) for ids in ([1, 3], [2, 2])])
+    for _ in range(2):
+        (found,) = weights.groups(torch.empty(0), batch)
+    assert found.tolist() == [[0, 1, 0, 3], [0, 0, 2, 0]]
+    assert copies == [CPU]
+
+
 def test_the_mode_sees_what_waits() -> None:
     for wait in (torch.ones(3).nonzero, torch.ones(3).sum().item, lambda: torch.ones(3)[torch.ones(3) > 0]):
         with pytest.raises(AssertionError, match="waits for the device"), NothingWaits():

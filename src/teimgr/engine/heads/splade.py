@@ -128,8 +128,9 @@ class RoutedWeights:
     def _of_query(self, batch: PackedBatch, text: int, device: torch.device) -> Tensor:
         ids = batch.ids[batch.cu_seqlens[text] : batch.cu_seqlens[text + 1]]
         places = to_device(np.unique(ids), device)
+        self._table = self._table.to(device)  # copied once: a copy waits for what the device does
         row = torch.zeros(self.width, device=device)
-        row[places] = self._table.to(device)[places]
+        row[places] = self._table[places]
         return self._documents.limited(row.unsqueeze(0))[0]
 
     def _empty(self, batch: PackedBatch, hidden: Tensor) -> Iterator[Tensor]:
