@@ -242,7 +242,7 @@ static void bytes_case(int32_t level, int bfloat16) {
     struct trial trial;
     start_trial(&trial, level, bfloat16, 16 * from(1, 12));
     const int64_t panel = panel_width(level), width = from(1, 150), padded = round_up(width, panel), inner = trial.columns;
-    const int most = byte_sum_bits(level) == 16 ? 64 : 127;
+    const int most = byte_sum_bits(level) == 16 ? 32 : 127;
     float *scales = numbers(padded);
     int8_t *weights = memory(padded * inner), *packed = memory(padded * inner);
     int32_t *sums = memory(padded * 4);

@@ -153,7 +153,7 @@ def test_sums_of_the_largest_bytes_do_not_saturate(level: str) -> None:
 
     (found,) = run(kernel, pack([Encoded(np.array([0], np.int32))]))
 
-    # Two equal weights are 63.5 steps each, which are rounded to 64.
+    # Of sums in 16 bits four equal weights are 32 steps each, of others one is 127.
     torch.testing.assert_close(found[0], weights.sum(dim=1), atol=0.0, rtol=0.01)
 
 

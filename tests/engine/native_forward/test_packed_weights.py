@@ -42,3 +42,17 @@ def test_the_layers_of_a_program_share_one_memory_without_touching_each_other(dt
     assert all(each.data_ptr() % 64 == 0 for each in packed)
     alone = [WeightPacker([shape], PANEL, dtype).pack([layer]) for shape, layer in zip(shapes, layers, strict=True)]
     assert all(torch.equal(one, other) for one, other in zip(packed, alone, strict=True))
+
+
+@pytest.mark.parametrize("inner", [4, 8, 12, 384])
+def test_what_is_summed_in_16_bits_cannot_saturate(inner: int) -> None:
+    """Two neighbouring bytes of each of two fours: with 255 as the other factor a sum is below 2^15."""
+    weights = torch.cat([torch.randn(19, inner), torch.ones(1, inner), -torch.ones(1, inner)])
+    packed, scales, sums = WeightPacker([], PANEL, torch.float32, 16).pack_bytes(weights)
+
+    rows = packed.permute(0, 2, 1, 3).reshape(2 * PANEL, inner).int()
+    assert torch.equal(sums, rows.sum(dim=1, dtype=torch.int32))
+    assert (rows[:21] * scales[:21, None] - weights).abs().max() <= scales.max() * 0.501
+    summed = torch.nn.functional.pad(rows, (0, -inner % 8)).view(2 * PANEL, -1, 2, 2, 2)
+    positive, negative = (each.clamp_min(0).sum(dim=(2, 4)) for each in (summed, -summed))
+    assert max(int(positive.max()), int(negative.max())) in range(120, 129)

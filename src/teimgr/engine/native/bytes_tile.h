@@ -1,22 +1,35 @@
 // Linear layers of bytes, for one instruction set: included by forward_tile.h once without VNNI and once with it, with
 // BYTES(name), BYTES_TARGET and VNNI defined, which are undefined at the end.
 
+#if VNNI || defined(__aarch64__)
+#define AT_ONCE 1  // fours of bytes that are multiplied before their sum is one of 32 bits
+#else
+#define AT_ONCE 2
+#endif
 #define INLINE_BYTES static inline __attribute__((always_inline)) BYTES_TARGET
 
-// Adds to each column the products of four bytes of `a`, unsigned, on Arm signed, and four of `b`, signed. On x86-64 without
-// VNNI two products are summed in 16 bits, with saturation. It does not occur: neighbouring weights of one sign add up to at most 128
-// (packed_weights.py), and 255 · 128 < 2^15.
-INLINE_BYTES INTS BYTES(multiply_add)(int32_t a, const int32_t *b, INTS sum) {
+// Adds to each column the products of `fours` × 4 bytes of `a`, unsigned, on Arm signed, and of `b`, signed; `fours` is 1, or
+// 2 on x86-64 without VNNI, where products are summed in 16 bits, with saturation: four of them at a time, since an addition
+// takes less than the multiplication that makes 32 bits of a sum. Saturation does not occur: of such four, weights of one sign
+// add up to at most 128 (packed_weights.py), and 255 · 128 < 2^15.
+INLINE_BYTES INTS BYTES(multiply_add)(const int32_t *a, const int32_t *b, int fours, INTS sum) {
 #if defined(__aarch64__)
-    return (INTS)vdotq_s32((int32x4_t)sum, (int8x16_t)vdupq_n_s32(a), vld1q_s8((const int8_t *)b));
+    (void)fours;
+    return (INTS)vdotq_s32((int32x4_t)sum, (int8x16_t)vdupq_n_s32(*a), vld1q_s8((const int8_t *)b));
 #elif VNNI
-    return (INTS)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(a), _mm512_loadu_si512(b));
+    (void)fours;
+    return (INTS)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(*a), _mm512_loadu_si512(b));
 #elif WIDTH == 16
-    const __m512i pairs = _mm512_maddubs_epi16(_mm512_set1_epi32(a), _mm512_loadu_si512(b));
-    return sum + (INTS)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+    __m512i sums = _mm512_maddubs_epi16(_mm512_set1_epi32(a[0]), _mm512_loadu_si512(b));
+    if (fours == 2)
+        sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16(_mm512_set1_epi32(a[1]), _mm512_loadu_si512(b + PANEL)));
+    return sum + (INTS)_mm512_madd_epi16(sums, _mm512_set1_epi16(1));
 #else
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi32(a), _mm256_loadu_si256((const __m256i *)b));
-    return sum + (INTS)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    __m256i sums = _mm256_maddubs_epi16(_mm256_set1_epi32(a[0]), _mm256_loadu_si256((const __m256i *)b));
+    if (fours == 2)
+        sums = _mm256_add_epi16(
+            sums, _mm256_maddubs_epi16(_mm256_set1_epi32(a[1]), _mm256_loadu_si256((const __m256i *)(b + PANEL))));
+    return sum + (INTS)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
 #endif
 }
 
@@ -40,11 +53,16 @@ INLINE_BYTES void BYTES(multiply_panel)(
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = (INTS)tiles[r][c];
 #else
-    for (int64_t e = 0; e < fours; e++, weights += PANEL) {
-        if (row % ROW_TILE == 0) LEVEL(fetch_ahead)(weights, FETCHED_AHEAD);
+    int64_t e = 0;
+    for (; e + AT_ONCE <= fours; e += AT_ONCE, weights += AT_ONCE * PANEL) {
+        for (int i = 0; i < AT_ONCE && row % ROW_TILE == 0; i++) LEVEL(fetch_ahead)(weights + i * PANEL, FETCHED_AHEAD);
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < COLUMNS; c++) sums[r][c] = BYTES(multiply_add)(x[r][e], weights + c * WIDTH, sums[r][c]);
+            for (int c = 0; c < COLUMNS; c++)
+                sums[r][c] = BYTES(multiply_add)(x[r] + e, weights + c * WIDTH, AT_ONCE, sums[r][c]);
     }
+    for (int r = 0; e < fours && r < rows; r++)  // the last four alone
+        for (int c = 0; c < COLUMNS; c++)
+            sums[r][c] = BYTES(multiply_add)(x[r] + e, weights + c * WIDTH, 1, sums[r][c]);
 #endif
     FLOATS results[MAX_ROWS][COLUMNS];
     for (int r = 0; r < rows; r++) LEVEL(scale_sums)(step, (const char *)x[r], panel * PANEL, sums[r], results[r]);
@@ -57,6 +75,7 @@ static BYTES_TARGET void BYTES(linear)(
 }
 
 #undef INLINE_BYTES
+#undef AT_ONCE
 #undef VNNI
 #undef BYTES
 #undef BYTES_TARGET

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _ALIGNMENT = 64  # bytes
 
@@ -46,14 +47,18 @@ class WeightPacker:
     def pack_bytes(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[out, in] → int8 [panels, in / 4, panel, 4]; the scale of each column, and the sum of its bytes.
 
-        Sums in 16 bits saturate unless two neighbouring weights of one sign add up to at most 128.
+        Sums in 16 bits are of two neighbouring products in each of two fours. They saturate unless the weights of one
+        sign in such a sum add up to at most 128.
         """
         weights = weights.float()
-        amounts = weights.abs()
+        scales = weights.abs().amax(dim=1).clamp_min(1e-12) / 127.0
         if self._byte_sum_bits == 16:
-            pairs = weights.view(len(weights), -1, 2)
-            amounts = torch.maximum(pairs.clamp_min(0).sum(dim=2), -pairs.clamp_max(0).sum(dim=2))
-        scales = amounts.amax(dim=1).clamp_min(1e-12) / 127.0
+            largest = _largest_sums(weights).clamp_min(1e-12)
+            scales = largest / 126.0  # fits always: four that are rounded up add 2
+            for most in (127.0, 128.0):
+                rounded = (weights / (largest / most)[:, None]).round()
+                fits = (_largest_sums(rounded) <= 128.0) & (rounded.abs().amax(dim=1) <= 127.0)
+                scales = torch.where(fits, largest / most, scales)
         rows = self.padded((weights / scales[:, None]).round().to(torch.int8))
         packed = rows.view(-1, self._panel, weights.shape[1] // 4, 4).permute(0, 2, 1, 3).contiguous()
         return packed, self.padded(scales), rows.sum(dim=1, dtype=torch.int32)
@@ -62,6 +67,12 @@ class WeightPacker:
         """`rows` and zeros up to a whole panel."""
         missing = -rows.shape[0] % self._panel
         return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).contiguous()
+
+
+def _largest_sums(weights: Tensor) -> Tensor:
+    """Of each row the largest sum of the weights of one sign whose products are summed in 16 bits."""
+    summed = functional.pad(weights, (0, -weights.shape[1] % 8)).view(len(weights), -1, 2, 2, 2)
+    return torch.maximum(*(each.clamp_min(0).sum(dim=(2, 4)) for each in (summed, -summed))).flatten(1).amax(dim=1)
 
 
 class _HugePages:
