@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -125,8 +126,14 @@ def _native(cases: int, report: Report) -> None:
     if native.compiler_runtime() is None:
         report.fail("there is no compiler with sanitizers")
         return
-    done = native.run_cases(cases, report.cases)
+    seed = report.cases
     report.cases += cases
+    try:
+        done = native.run_cases(cases, seed)
+    except subprocess.TimeoutExpired:
+        report.outcomes["endless"] += cases
+        report.fail(f"{cases} cases from seed {seed} did not end in {native.LIMIT_S} s")
+        return
     report.outcomes["clean" if done.returncode == 0 else "harmed"] += cases
     if done.returncode:
         report.fail(done.stderr[-3000:])

@@ -8,6 +8,7 @@ structures of the library alone: torch, whose import takes ten seconds under a s
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.abc
 import os
 import random
@@ -72,6 +73,7 @@ SANITISED = (
     "-g1 -O0 -std=gnu11 -fPIC -shared -fsanitize=address,undefined -fno-sanitize=alignment -fno-omit-frame-pointer"
 )
 ODD = (-(2**63), -(2**31), -65, -1, 0, 1, 3, 17, 1024, 1025, 2048, 65_537, 2**31 - 1, 2**31, 2**40, 2**63 - 1)
+LIBRARY = "sanitised.so"
 LIMIT_S = 600
 
 
@@ -86,20 +88,28 @@ def compiler_runtime() -> str | None:
 
 
 def run_cases(cases: int, seed: int) -> subprocess.CompletedProcess[str]:
-    """Build the sanitised library and run so many cases with it, in a process of their own."""
-    with TemporaryDirectory() as folder:
-        library = Path(folder) / "sanitised.so"
-        subprocess.run(["gcc", *SANITISED.split(), *map(str, SOURCES), "-lm", "-o", str(library)], check=True)
-        environ = os.environ | {
-            "LD_PRELOAD": str(compiler_runtime()),
-            "ASAN_OPTIONS": "detect_leaks=0,allocator_may_return_null=1",
-            "UBSAN_OPTIONS": "halt_on_error=1,print_stacktrace=1",
-            "TEIMGR_SANITISED": str(library),
-        }
-        command = [sys.executable, "-m", "tests.fuzz.native", str(cases), str(seed)]
-        return subprocess.run(
-            command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+    """Run so many cases with the sanitised library, in a process of their own.
+
+    Raises:
+        TimeoutExpired: they do not end within `LIMIT_S`.
+    """
+    environ = os.environ | {
+        "LD_PRELOAD": str(compiler_runtime()),
+        "ASAN_OPTIONS": "detect_leaks=0,allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "halt_on_error=1,print_stacktrace=1",
+        "TEIMGR_SANITISED": str(Path(_built().name) / LIBRARY),
+    }
+    command = [sys.executable, "-m", "tests.fuzz.native", str(cases), str(seed)]
+    return subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@functools.cache
+def _built() -> TemporaryDirectory[str]:
+    """A folder with the sanitised library, built once: that takes as long as two thousand cases."""
+    folder = TemporaryDirectory()
+    library = str(Path(folder.name) / LIBRARY)
+    subprocess.run(["gcc", *SANITISED.split(), *map(str, SOURCES), "-lm", "-o", library], check=True)
+    return folder
 
 
 class _Programs:
