@@ -25,6 +25,8 @@ from bench.progress import partial, say
 from bench.steady import SteadyTask
 
 _ROOT = Path(__file__).resolve().parent.parent
+_END_S = 30.0  # of a child that was told to end
+_LATE_END_S = 1.0  # once the limit has passed: a dozen may be in their pass
 _MODULES = {Task: "bench.child", LoadTask: "bench.load", SteadyTask: "bench.steady"}
 
 
@@ -96,9 +98,12 @@ def child(task: Task | LoadTask | SteadyTask, checkout: Path | None = None) -> I
             with suppress(BrokenPipeError):
                 _pipe(process.stdin).close()
             try:
-                process.wait(30)
+                process.wait(_LATE_END_S if progress.limit_passed() else _END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+            except BaseException:  # an interrupt: a child left in its pass would run beside what is measured next
+                process.kill()
+                raise
 
 
 @dataclass

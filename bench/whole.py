@@ -15,9 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench import LIMITS_S, SCENARIOS, machine, progress
 from bench.report import RESULTS
@@ -213,7 +216,10 @@ def _in_own_process(command: Sequence[str], environ: Mapping[str, str], most_s: 
         try:
             return process.wait(most_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            # Its daemon and its children have sessions of their own, and would run beside the next one.
+            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
             return 1
         finally:
             for number, handler in former:

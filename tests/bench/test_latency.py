@@ -37,6 +37,16 @@ def test_a_record_has_percentiles_of_all_rounds_and_ratios_within_a_round() -> N
     assert len(latency._line(record(ours, baseline))) == len(latency.HEADER)
 
 
+def test_float32_is_compared_with_onnx_runtime_round_by_round() -> None:
+    ours, theirs = _found(latency.OURS, [1.0], [3.0], [2.0]), _found(latency.THEIRS, [2.0], [4.0], [4.0])
+    records = {each.path: record(each, theirs) for each in (ours, theirs)}
+
+    (said,) = latency.compared_in_float32(records).values()
+
+    assert said == "back to back 0.50 (0.50 to 0.75), every 50 ms 0.50 (0.50 to 0.75)"
+    assert latency.compared_in_float32({latency.OURS: records[latency.OURS]}) == {}
+
+
 def test_only_rounds_that_every_path_has_count() -> None:
     baseline, ours = _found(BASELINE, [4.0], [5.0]), _found("ours", [2.0], [2.5])
     ours.latencies_ms["every 50 ms"].pop()

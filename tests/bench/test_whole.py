@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from bench import SCENARIOS, machine, provenance, whole
+from tests.support.polling import until
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,6 +87,17 @@ def test_a_scenario_that_fails_stops_no_other_and_the_record_has_the_commit_it_b
     assert record["statuses"] == {"html": 0, "engine": 2}
     assert record["began_at"] == machine.revision()
     assert "Ended with an error: engine" in provenance.whole_run(record)
+
+
+def test_what_a_scenario_started_ends_with_it_beyond_its_limit(tmp_path: Path) -> None:
+    """A daemon has a session of its own: left behind, it would run beside the next scenario."""
+    started = tmp_path / "pid"
+    command = ["sh", "-c", f"setsid sleep 300 & echo $! > {started}; wait"]
+
+    assert whole._in_own_process(command, os.environ, 5.0, []) == 1
+
+    pid = int(started.read_text())
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_result_names_the_commit_that_the_whole_run_began_at(monkeypatch: pytest.MonkeyPatch) -> None:
