@@ -519,7 +519,7 @@ class BrokenText(NamedTuple):
     fault: str
 
 
-def broken_text(text: Text) -> BrokenText | None:
+def broken_text(text: AnyText) -> BrokenText | None:
     """The first text of a JSON text with half of a surrogate pair, or with bytes that are not UTF-8; None if there is
     no such text, or its place is unknown.
 
@@ -528,7 +528,7 @@ def broken_text(text: Text) -> BrokenText | None:
     return completed(_broken_text(text))
 
 
-def _broken_text(text: Text) -> Steps[BrokenText | None]:
+def _broken_text(text: AnyText) -> Steps[BrokenText | None]:
     before, at = -1, 0
     while at > before:  # an escape that a window cuts is read again at the beginning of the next one
         before, at = at, _matched(_PAIRED, text, at, at + WINDOW_BYTES)
@@ -540,16 +540,21 @@ def _broken_text(text: Text) -> Steps[BrokenText | None]:
         if at < 0:
             return None
     closing = yield from _closing(text, at)
+    begin = bytearray()
+    for start in range(0, at, WINDOW_BYTES):  # to copy all of it at once holds the GIL for as long as it takes
+        begin += text[start : min(start + WINDOW_BYTES, at)]
+        yield
     for end in (b'"', b'":0'):  # a value, or the key of a member
+        begin[at:] = end + closing
         try:
-            value = yield from decoded(text[:at] + end + closing)
+            value = yield from decoded(begin)
         except (ValueError, InvalidInput):
             continue
         return BrokenText(tuple(_last(value)), fault)
     return None
 
 
-def _invalid_utf8(text: Text) -> Steps[int]:
+def _invalid_utf8(text: AnyText) -> Steps[int]:
     """The position of the first byte that is not UTF-8, -1 if all are."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for at in range(0, len(text), WINDOW_BYTES):
@@ -562,7 +567,7 @@ def _invalid_utf8(text: Text) -> Steps[int]:
     return -1
 
 
-def _closing(text: Text, stop: int) -> Steps[bytes]:
+def _closing(text: AnyText, stop: int) -> Steps[bytes]:
     """What closes the lists and objects that are open at `stop`, which is within a string."""
     opened, at, token = bytearray(), 0, 0
     while (at := (yield from _run(_UNMARKED, text, at))) < stop:

@@ -168,7 +168,7 @@ class BadRequest(Exception):
 
 def broken_text(body: Buffer) -> BadRequest | None:
     """The refusal of a body with a text that is not Unicode, such as half of an emoji; None for another body."""
-    found = json_scan.broken_text(bytes(body))
+    found = json_scan.broken_text(body)
     if found is None:
         return None
     place = ".".join(map(str, found.path)) or "body"
