@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, TooLarge
 from teimgr.wire.arrow_inputs import read_inputs, read_texts
-from teimgr.wire.arrow_limits import MAX_BATCHES, MAX_COLUMNS, Outline, read_outline, stream_size
+from teimgr.wire.arrow_limits import MAX_BATCHES, MAX_COLUMNS, MAX_SCHEMA_BYTES, Outline, read_outline, stream_size
 from teimgr.wire.arrow_tables import write_vectors
 from teimgr.wire.quantisation import Precision
 
@@ -210,6 +210,25 @@ def test_forty_thousand_columns_cost_no_more_than_their_count() -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        pa.field("n" * MAX_SCHEMA_BYTES, pa.int8()),
+        pa.field("n", pa.timestamp("s", "z" * MAX_SCHEMA_BYTES)),
+        pa.field("n", pa.int8(), metadata={"k": "v" * MAX_SCHEMA_BYTES}),
+    ],
+    ids=["a name", "a time zone", "metadata"],
+)
+def test_a_schema_of_megabytes_is_refused_unread(field: pa.Field) -> None:
+    """A name of 16 MB was decoded several times, each time in one call that held the worker."""
+    schema = pa.schema([("text", pa.string()), field])
+    request = stream(pa.record_batch([pa.array(["x"]), pa.nulls(1, field.type)], schema=schema))
+
+    for read in (read_texts, read_inputs):
+        with pytest.raises(TooLarge, match=r"schema has 10[0-9]+ bytes, the limit is 1048576 bytes"):
+            read(request, LIMIT)
+
+
 def test_a_schema_within_the_bound_is_read() -> None:
     names = [f"c{at}" for at in range(MAX_COLUMNS - 1)]
     batch = pa.record_batch([pa.array(["x"])] * MAX_COLUMNS, names=[*names, "text"])
@@ -298,7 +317,7 @@ def test_work_that_nobody_waits_for_is_given_up_between_batches() -> None:
 
 
 def test_a_long_name_or_type_is_cut_in_the_refusal() -> None:
-    batch = pa.record_batch([pa.array([1])] * 1000, names=[f"{at}" * 1000 for at in range(1000)])
+    batch = pa.record_batch([pa.array([1])] * 1000, names=[f"{at}" * 200 for at in range(1000)])
 
     with pytest.raises(InvalidInput, match=r"\(1000 columns\)") as refused:
         read_texts(stream(batch), LIMIT)

@@ -21,6 +21,8 @@ from teimgr.errors import TooLarge
 MAX_COLUMNS = 1024
 MAX_BATCHES = 10_000
 MAX_BUFFERS = 100_000
+# Names of columns, metadata and time zones are decoded and copied again and again, each in one call.
+MAX_SCHEMA_BYTES = 2**20
 
 # Compiled once: some fifty numbers of each table are read.
 _u16, _u32, _i32, _i64 = (struct.Struct(each).unpack_from for each in ("<H", "<I", "<i", "<q"))
@@ -84,7 +86,7 @@ def stream_size(stream: bytes | memoryview) -> StreamSize:
 
     Raises:
         ValueError: a header points outside the stream.
-        TooLarge: more than `MAX_COLUMNS`, `MAX_BATCHES` or `MAX_BUFFERS`.
+        TooLarge: more than `MAX_COLUMNS`, `MAX_BATCHES`, `MAX_BUFFERS` or `MAX_SCHEMA_BYTES`.
     """
     view = memoryview(stream)
     try:
@@ -101,6 +103,8 @@ def _stream_size(view: memoryview) -> StreamSize:
             raise TooLarge(f"The Arrow stream has more than {MAX_BATCHES} batches")
         kind, header = _header(view, metadata)
         if kind == _SCHEMA:
+            if body - metadata > MAX_SCHEMA_BYTES:
+                raise TooLarge(f"The Arrow schema has {body - metadata} bytes, the limit is {MAX_SCHEMA_BYTES} bytes")
             _check_columns(view, header)
         if kind not in (_RECORD_BATCH, _DICTIONARY_BATCH):
             continue
