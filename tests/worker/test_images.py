@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -67,3 +68,24 @@ def test_the_head_of_a_data_uri_is_short() -> None:
     for head in ("a" * 245, "İ" * 10**6):
         with pytest.raises(TeimgrError, match="without `;base64,` in its first 256 characters"):
             images.image_bytes(images.SentImage(f"data:{head};base64,YQ==", "x"))
+
+
+async def test_ten_thousand_images_are_looked_at_in_many_turns_of_the_loop() -> None:
+    """The last is a sound, which the model does not read; nothing is decoded before that is found."""
+    info = SimpleNamespace(modalities=("text", "image"), fused=False, model_id="a/b")
+    inference: Any = SimpleNamespace(dispatcher=SimpleNamespace(engine=SimpleNamespace(info=info), fetcher=None))
+    items = [images.SentImage("", f"input.{at}") for at in range(9_999)]
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    with pytest.raises(http.BadRequest, match=r"input\.9999"):
+        await images.read_all(inference, [*items, images.SentImage("", "input.9999", "audio")])
+    counting.cancel()
+
+    assert turns > 300

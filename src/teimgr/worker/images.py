@@ -160,10 +160,14 @@ async def read_all(inference: _Inference, items: Sequence[SentItem], first: int 
     """
     dispatcher = inference.dispatcher
     sent = [item for item in items if isinstance(item, (SentImage, SentContent))]
-    for one in sent:
+    links: list[str] = []
+    for at, one in enumerate(sent):
+        if at % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
+            await asyncio.sleep(0)
         _need_modality(dispatcher, one)
+        links += [link for each in _sent_in(one) if (link := _link(each)) is not None]
     found: list[Input] = []
-    async with _fetching(dispatcher, sent) as files:
+    async with _fetching(dispatcher, links) as files:
         for place, item in enumerate(items, first):
             if not isinstance(item, (SentImage, SentContent)):
                 found.append(item)
@@ -182,9 +186,8 @@ async def read_all(inference: _Inference, items: Sequence[SentItem], first: int 
 _Files = Mapping[str, "asyncio.Task[bytes]"]  # that are fetched, by their links
 
 
-def _fetching(dispatcher: Dispatcher, items: Sequence[SentImage | SentContent]) -> AbstractAsyncContextManager[_Files]:
+def _fetching(dispatcher: Dispatcher, links: Sequence[str]) -> AbstractAsyncContextManager[_Files]:
     """The files that items link to, on their way; none where links are refused."""
-    links = [link for item in items for one in _sent_in(item) if (link := _link(one)) is not None]
     if dispatcher.fetcher is None or not links:
         return nullcontext({})
     context = CURRENT.get()

@@ -15,6 +15,7 @@ import soxr
 from tests.support.models.dual_encoders import RATE, sound, sound_file
 
 from teimgr.engine.job import Sound
+from teimgr.engine.sounds import files
 from teimgr.engine.sounds.files import MAX_SECONDS, decode, read_header
 from teimgr.engine.sounds.inputs import SoundDecoder
 from teimgr.engine.sounds.spectrograms import prepare
@@ -140,3 +141,21 @@ def test_no_more_seconds_are_decoded_at_a_time_than_are_allowed() -> None:
         waiting.take()
     decoder.close()
     assert most == 1
+
+
+@pytest.mark.parametrize(("chunks", "is_read"), [(900, True), (1001, False)])
+def test_a_wav_of_very_many_chunks_is_refused(chunks: int, is_read: bool) -> None:
+    plain = sound_file(PLAIN)
+    data = plain[:36] + b"JUNK\0\0\0\0" * chunks + plain[36:]
+    if is_read:
+        assert read_header(data).frames == len(PLAIN)
+        return
+    with pytest.raises(InvalidInput, match="truncated or broken"):
+        read_header(data)
+
+
+def test_an_ogg_of_very_many_pages_is_refused() -> None:
+    page = b"OggS" + bytes(23)
+    with pytest.raises(InvalidInput, match="truncated or broken"):
+        files._check_ogg(page * 60_002 + page[:5] + bytes((4,)) + page[6:])
+    files._check_ogg(page * 100 + page[:5] + bytes((4,)) + page[6:])

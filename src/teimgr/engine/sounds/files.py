@@ -16,6 +16,7 @@ import soxr
 from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput
+from teimgr.wire.gil_interval import Rests
 
 MAX_SECONDS = 600
 MAX_FILE_BYTES = 20 * 2**20
@@ -23,7 +24,7 @@ FORMATS = ("WAV", "FLAC", "OGG", "MP3")
 _MAX_SAMPLES = MAX_SECONDS * 48_000 * 2  # of all channels: ten minutes in stereo
 _RATES = (4_000, 192_000)
 _MAX_CHANNELS = 8
-_MAX_PARTS = 100_000  # chunks or pages of a file
+_MAX_CHUNKS, _MAX_PAGES = 1000, 60_000  # of a WAV and of an OGG, whose pages have 10 ms and more of sound
 _BLOCK_SAMPLES = 1 << 16
 _LOUDEST = 1000  # full scale is 1
 _LAST_PAGE = 4  # a flag of OGG
@@ -189,14 +190,14 @@ def _check_wav(data: bytes) -> None:
                 raise _broken("WAV")
             return
         at, parts = at + 8 + size + size % 2, parts + 1
-        if parts > _MAX_PARTS:
+        if parts > _MAX_CHUNKS:
             break
     raise _broken("WAV")
 
 
 def _check_ogg(data: bytes) -> None:
     """Refuse a file whose last page is not its stream's last; libsndfile would take what is there."""
-    at, parts, serial = 0, 0, data[14:18]
+    at, parts, serial, rest = 0, 0, data[14:18], Rests()
     while at + 27 <= len(data) and data[at : at + 4] == b"OggS":
         is_last = bool(data[at + 5] & _LAST_PAGE)
         lengths = data[at + 27 : at + 27 + data[at + 26]]
@@ -208,8 +209,9 @@ def _check_ogg(data: bytes) -> None:
             if at == len(data):
                 return
             break
-        if parts > _MAX_PARTS:
+        if parts > _MAX_PAGES:
             break
+        rest()
     raise _broken("OGG")
 
 
