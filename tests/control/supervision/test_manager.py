@@ -556,3 +556,16 @@ async def test_a_model_that_calls_had_made_and_that_fails_gives_its_place_to_ano
     assert [view.spec.name for view in fleet.manager.list()] == [second]
     with pytest.raises(MaxInstancesReached):
         await fleet.manager.declare("org/third")
+
+
+async def test_calls_at_the_same_time_have_no_more_instances_made_and_none_of_another_model(fleets: Fleets) -> None:
+    fleet = fleets(on_demand=OnDemandSettings(models=("*",), max_instances=2))
+    await fleet.manager.boot()
+    ids = [f"{owner}/model" for owner in "abcd"]
+
+    answers = await asyncio.gather(*map(fleet.manager.declare, [*ids, *ids]), return_exceptions=True)
+
+    models = {view.spec.name: view.spec.model_id for view in fleet.manager.list()}
+    assert sorted(models.values()) == ["a/model", "b/model"]
+    assert [models.get(str(name)) for name in answers[:2] + answers[4:6]] == ids[:2] * 2
+    assert all(isinstance(each, MaxInstancesReached) for each in answers[2:4] + answers[6:])

@@ -102,6 +102,7 @@ class Manager:
         self._is_shutting_down = False
         self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
         self._turns = CommandTurns()
+        self._declaring = asyncio.Lock()
         self._planning = Planning(self._planner, self._instances, lambda: self.tokens_per_gib)
         self._rebalancer = Rebalancer(self._planner, self._instances)
         self._sweep = Sweep(launcher, self._owned)
@@ -499,12 +500,18 @@ class Manager:
             MaxInstancesReached: calls have had too many made, and none may go.
             TeimgrError: as `create`.
         """
-        limits = self._settings.on_demand
-        if not allows(limits.models, model_id):
+        if not allows(self._settings.on_demand.models, model_id):
             return None
-        found = next((name for name, each in self._instances.items() if each.spec.model_id == model_id), None)
-        if found is not None:
+        if (found := self._name_of(model_id)) is not None:
             return found
+        async with self._declaring:  # what several calls have made at a time counts, and each gets a name of its own
+            return self._name_of(model_id) or await self._declare(model_id, key, value)
+
+    def _name_of(self, model_id: str) -> str | None:
+        return next((name for name, each in self._instances.items() if each.spec.model_id == model_id), None)
+
+    async def _declare(self, model_id: str, key: str, value: Callable[[str], float | None]) -> str:
+        limits = self._settings.on_demand
         made = [each for each in self._instances.values() if each.spec.tags.get(_MADE_BY) == _A_CALL]
         values = [None if each.spec.pinned else value(each.spec.name) for each in made]
         held = [
@@ -522,8 +529,12 @@ class Manager:
             tags={_MADE_BY: _A_CALL} | ({_MADE_FOR: key} if key else {}),
             confined=True,
         )
-        with suppress(InstanceExists):  # another call has had it made meanwhile
+        try:
             await self.create(spec)
+        except InstanceExists:
+            if (made_meanwhile := self._name_of(model_id)) is None:  # the name is another model's since
+                raise
+            return made_meanwhile
         return spec.name
 
     async def _give_place(self, found: Grant, model_id: str) -> bool:
