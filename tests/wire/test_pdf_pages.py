@@ -146,3 +146,28 @@ def test_the_process_has_neither_tokens_nor_files_nor_memory_without_a_bound(mon
     )
     process_of(monkeypatch, look)
     assert pdf_pages.page(THREE, 1) == repr(([0, 2 * 2**30, 0], None, True)).encode()
+
+
+@pytest.mark.parametrize(
+    ("says", "said"),
+    [
+        ('b"N" + (2**31).to_bytes(4, "big")', "cannot be opened: it breaks PDFium"),
+        ('b"N\\0\\0\\0\\1x"', "cannot be opened: it breaks PDFium"),
+        ('b"B\\0\\0\\0\\1\\xff"', "Input validation error: \ufffd"),
+        ('b"N\\0\\0\\0\\x011" + b"I" + (2**31).to_bytes(4, "big")', "page 1 .* it breaks PDFium"),
+        ('b"N\\0\\0\\0\\x011" * 100_000', "page 1 .* it breaks PDFium"),
+        ('b"N\\0\\0\\0\\x011F\\0\\0\\0\\1\\xff"', "page 1 .* rendered: \ufffd"),
+    ],
+    ids=["a long count", "no count", "no words", "a long image", "counts for ever", "a fault without words"],
+)
+def test_a_process_that_a_document_has_taken_over_gets_a_refusal_of_it_alone(
+    monkeypatch: pytest.MonkeyPatch, says: str, said: str
+) -> None:
+    """It once had the worker allocate what it announced, or read for ever."""
+    process_of(
+        monkeypatch,
+        f"import sys, time; sys.stdin.buffer.read(); sys.stdout.buffer.write({says}); sys.stdout.flush(); "
+        "time.sleep(60)",
+    )
+    with pytest.raises(InvalidInput, match=said):
+        pdf_pages.page(THREE, 1)

@@ -39,6 +39,9 @@ _COMMAND = (sys.executable, "-P", __file__)
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")  # and no token of anything
 _COUNT, _IMAGE, _FAULT, _BROKEN = b"NIFB"  # kinds of frames
 _HEAD_BYTES = 5  # a kind, the length of what follows
+_MAX_FRAME_BYTES = 64 * 2**20  # an image has a quarter; more is from a process that a document has taken over
+_COUNT_DIGITS, _SHOWN_BYTES = 9, 200
+_BREAKS = "it breaks PDFium"
 _PASSWORD = 4  # PDFium's number of an error
 
 Source = bytes | Path
@@ -112,19 +115,25 @@ def page(source: Source, number: int | None) -> bytes:
                 )
     except _EndedError as error:
         raise _not_rendered(number or 1, error) from error
-    raise AssertionError("the page count came, but no page, and no error ended the process")
+    raise _not_rendered(number or 1, _BREAKS)
 
 
 def _checked_count(kind: int, content: bytes) -> int:
     if kind == _BROKEN:
-        raise InvalidInput(f"Input validation error: {content.decode()}")
+        raise InvalidInput(f"Input validation error: {_words(content)}")
+    if not content.isdigit() or len(content) > _COUNT_DIGITS:
+        raise InvalidInput("Input validation error: the PDF cannot be opened: " + _BREAKS)
     return int(content)
+
+
+def _words(content: bytes) -> str:
+    return content[:_SHOWN_BYTES].decode("utf-8", "replace")
 
 
 def _image_of(kind: int, content: bytes, number: int) -> bytes | InvalidInput:
     if kind == _IMAGE:
         return content
-    return _not_rendered(number, content.decode())
+    return _not_rendered(number, _words(content))
 
 
 def _not_rendered(number: int, why: object) -> InvalidInput:
@@ -165,7 +174,9 @@ def _opened(source: Source, first: int, last: int) -> Iterator[tuple[int, bytes]
                 yield _frame(process)
             except _EndedError as error:
                 raise InvalidInput(f"Input validation error: the PDF cannot be opened: {error}") from error
-            while (frame := _frame(process))[1]:
+            for _ in range(first, last + 1):
+                if not (frame := _frame(process))[1]:
+                    return
                 yield frame
         finally:
             process.kill()
@@ -191,6 +202,8 @@ def _frame(process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
     try:
         head = process.stdout.read(_HEAD_BYTES)
         size = int.from_bytes(head[1:], "big")
+        if size > _MAX_FRAME_BYTES:
+            raise _EndedError(_BREAKS)
         content = process.stdout.read(size) if len(head) == _HEAD_BYTES else b""
     finally:
         timer.cancel()
