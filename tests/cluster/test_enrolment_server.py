@@ -274,7 +274,8 @@ async def test_renewal_without_a_certificate_is_refused(server: EnrolmentServer)
 
 
 @pytest.mark.parametrize(
-    "line", [b"\n", b"[]\n", b'{"op": "x"}\n', b'{"op": "join", "node": 1}\n', b"x" * 70_000 + b"\n"]
+    "line",
+    [b"\n", b"[]\n", b"[" * 60_000 + b"\n", b'{"op": "x"}\n', b'{"op": "join", "node": 1}\n', b"x" * 70_000 + b"\n"],
 )
 async def test_malformed_requests_get_a_typed_refusal(server: EnrolmentServer, line: bytes) -> None:
     answer = await ask(server, line)

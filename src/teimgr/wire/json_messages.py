@@ -57,7 +57,10 @@ def unpack_length(data: bytes) -> int:
 
 def unpack(text: bytes) -> dict[str, Any]:
     """The message in a line, or behind its length. Raises ValueError where it is no JSON object."""
-    message = json.loads(text)
+    try:
+        message = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its lists and objects are nested too deeply") from error
     if not isinstance(message, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004  the bytes are wrong, not the caller
     return message
