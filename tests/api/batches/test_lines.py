@@ -15,7 +15,7 @@ from teimgr.api.batches.batch_record import BatchFault
 from teimgr.api.batches.disk import Disk
 from teimgr.api.batches.lines import InputRequest, Parsed, read_requests
 
-LIMIT_BYTES = 4096
+LIMIT_BYTES = 8192
 
 
 async def read(path: Path, data: bytes) -> list[list[Parsed]]:
@@ -77,6 +77,7 @@ async def test_a_long_file_comes_in_chunks(tmp_path: Path) -> None:
         (line("a", body=None), ("missing_required_parameter", "body")),
         (line("a", body={"input": "x"}), ("missing_required_parameter", "body.model")),
         (line("a", body={"model": 1}), ("invalid_type", "body.model")),
+        (line("a", body={"model": "m" * 4097}), ("string_above_max_length", "body.model")),
         (line("a", "x" * LIMIT_BYTES), ("line_too_long", None)),
     ],
 )

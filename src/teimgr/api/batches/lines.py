@@ -19,6 +19,8 @@ from teimgr.errors import InvalidInput
 from teimgr.wire import json_pieces, json_scan
 
 MAX_ID_CHARS = 512
+# The models of a whole file are kept until all of it has been looked at.
+MAX_MODEL_CHARS = 4096
 _CHUNK_BYTES = 1024 * 1024
 _CHUNK_LINES = 500
 # A longer line is decoded in pieces: one call of the parser holds the GIL for 0.1 s and more where it has megabytes.
@@ -130,6 +132,9 @@ class _Reader:
             yield BatchFault("mismatched_endpoint", text, param="url")
         for fault in _member(value["body"], "model", str, "a text"):
             yield fault._replace(param="body.model")
+        if len(value["body"]["model"]) > MAX_MODEL_CHARS:
+            text = f"body.model is longer than {MAX_MODEL_CHARS} characters."
+            yield BatchFault("string_above_max_length", text, param="body.model")
 
 
 def _member(holder: dict[str, Any], name: str, kind: type, noun: str) -> Iterator[BatchFault]:
