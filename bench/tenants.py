@@ -43,6 +43,7 @@ HEADER = ("what", "measured", "low", "high", "at most")
 _CALL_US, _TEXT_US, _BESIDE, _GAP, _SHARE = 5.0, 0.2, 1.5, 2.0, 0.1
 _NONE = (None, None, None)
 _TEXTS = 64
+_SHARED_TEXTS = 16  # of a call whose tokens count when it is answered: of larger ones too few are
 _QUERY = "how long does the harbour stay open"
 _EACH_S = 1.0  # of a load
 _SETTLE_S = 0.5  # before a window
@@ -76,7 +77,7 @@ _KEYS: dict[str, dict[str, int]] = {
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the scenario."""
     parser.add_argument("--rounds", type=int, default=12, help="rounds of the costs, each load once with each key (12)")
-    parser.add_argument("--turns", type=int, default=8, help="turns of the floods (8)")
+    parser.add_argument("--turns", type=int, default=7, help="turns of the floods (7)")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each window of queries (2)")
     parser.add_argument("--rate", type=float, default=40.0, help="queries a second (40)")
 
@@ -178,9 +179,9 @@ def _costs(running: Fleet, folder: Path, count: int) -> Iterator[list[Any]]:
         yield [label, statistics.median(values), *bounds_of_median(values), most]
 
 
-def _arrow_bodies(texts: Sequence[str]) -> list[bytes]:
-    """Requests of EmbedArrow with `_TEXTS` texts each."""
-    return [arrow_request(texts[start : start + _TEXTS]) for start in range(0, len(texts), _TEXTS)]
+def _arrow_bodies(texts: Sequence[str], size: int = _TEXTS) -> list[bytes]:
+    """Requests of EmbedArrow with `size` texts each."""
+    return [arrow_request(texts[start : start + size]) for start in range(0, len(texts), size)]
 
 
 def _caller(stack: ExitStack, task: LoadTask, file: Path, bodies: Sequence[bytes], key: str) -> Child:
@@ -387,12 +388,12 @@ def _gap() -> list[Any]:
 def _shares(running: Fleet, folder: Path) -> list[Any]:
     """Both keys have calls waiting all the time; the larger one's tokens over the other's, from 3."""
     seconds = 12.0
-    bulk = _arrow_bodies(corpus.corpus(1024))
+    bulk = _arrow_bodies(corpus.corpus(1024), _SHARED_TEXTS)
     arrow = LoadTask("grpc", running.grpc_port, f"{MUX_SERVICE}EmbedArrow")
     with ExitStack() as stack:
-        callers = [_caller(stack, arrow, folder / "bulk.json", bulk, key) for key in ("three", "flood")]
+        callers = [_caller(stack, arrow, folder / "shared.json", bulk, key) for key in ("three", "flood")]
         with ThreadPoolExecutor(2) as pool:
-            work = [pool.submit(each.ask, "run", {"callers": 16, "seconds": seconds + 4}) for each in callers]
+            work = [pool.submit(each.ask, "run", {"callers": 32, "seconds": seconds + 4}) for each in callers]
             time.sleep(2)
             before = _tokens(running)
             time.sleep(seconds)
