@@ -12,15 +12,15 @@ from teimgr.spec import InstanceSpec, InstanceView, RouteEntry, RoutingSnapshot,
 from teimgr.wire.routing.router import Router, router_view
 
 MODEL = "org/shared"
-TEAM = Caller("team", frozenset({Right.INFERENCE}), ("team-a-*",))
+TEAM = Caller("team", frozenset({Right.INFERENCE}), ("team-a-*",), tenant=3)
 
 
 class _Loads:
     def __init__(self) -> None:
-        self.kept: list[tuple[str, float]] = []
+        self.kept: list[tuple[str, float, int]] = []
 
-    def keep(self, name: str, seconds: float) -> None:
-        self.kept.append((name, seconds))
+    def keep(self, name: str, seconds: float, key: int) -> None:
+        self.kept.append((name, seconds, key))
 
     def left_s(self, name: str) -> float:
         return 77.0
@@ -64,5 +64,5 @@ async def team(loads: _Loads) -> TestClient:
 async def test_a_restricted_key_unloads_and_sees_its_own_instance_alone(team: TestClient, loads: _Loads) -> None:
     ended = team.post("/api/generate", json={"model": MODEL, "keep_alive": 0})
     assert ended.json()["done_reason"] == "unload"
-    assert loads.kept == [("team-a-m", 0.0)]
+    assert loads.kept == [("team-a-m", 0.0, 3)]
     assert team.get("/api/ps").json()["models"] == []  # its own is not loaded
