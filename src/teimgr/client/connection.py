@@ -138,11 +138,7 @@ class DaemonConnection:
 
     def rest_client(self, timeout_s: float = 60.0, expect_fingerprint: str | None = None) -> RestClient:
         return RestClient(
-            self.url,
-            tls=self.tls,
-            api_key=self.api_key,
-            timeout_s=timeout_s,
-            expect_fingerprint=expect_fingerprint,
+            self.url, tls=self.tls, api_key=self.api_key, timeout_s=timeout_s, expect_fingerprint=expect_fingerprint
         )
 
     def http_channel(self) -> BlockingHttpChannel:

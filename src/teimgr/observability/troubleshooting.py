@@ -64,8 +64,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ("Correct the field that the message names; `/openapi.json` and the settings reference have all limits.",),
         ),
         Code.EMPTY_INPUT: Advice(
-            ("`inputs` is an empty list, or a text in it is empty.",),
-            ("Leave out empty texts before the call.",),
+            ("`inputs` is an empty list, or a text in it is empty.",), ("Leave out empty texts before the call.",)
         ),
         Code.INVALID_INPUT: Advice(
             (
@@ -146,8 +145,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ("`teimgr restart` starts it again, `teimgr wait` waits for it.",),
         ),
         Code.NOT_RUNNING: Advice(
-            ("Stop of an instance, or a wait for one, that is stopped.",),
-            ("`teimgr start NAME --wait` starts it.",),
+            ("Stop of an instance, or a wait for one, that is stopped.",), ("`teimgr start NAME --wait` starts it.",)
         ),
         Code.PORT_CONFLICT: Advice(
             (
@@ -172,8 +170,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ),
         ),
         Code.UPDATE_IN_PROGRESS: Advice(
-            ("An update of this instance is not finished.",),
-            ("`teimgr wait NAME`, then repeat the change.",),
+            ("An update of this instance is not finished.",), ("`teimgr wait NAME`, then repeat the change.",)
         ),
         Code.UPDATE_FAILED: Advice(
             (

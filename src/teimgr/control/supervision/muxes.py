@@ -406,9 +406,7 @@ class MuxSupervisor(LifecycleTask):
         waiting = LoadsForMux(link, self._loads, self.routes_confirmed)
         link.requests_go_to(waiting.take)
         link.send(
-            **certificates.news(),
-            policy=self._policy.now.to_json(),
-            snapshot=self._directory.snapshot().to_json(),
+            **certificates.news(), policy=self._policy.now.to_json(), snapshot=self._directory.snapshot().to_json()
         )
         version = self._directory.version
         if self._routes is None:
