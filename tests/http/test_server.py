@@ -161,7 +161,7 @@ async def test_who_leaves_ends_connections_with_their_next_answer_and_others_tak
     sock.close()
 
 
-async def test_who_leaves_passes_on_connections_without_a_request_and_the_others_end_with_theirs() -> None:
+async def test_who_leaves_passes_on_connections_without_a_request_and_the_others_after_theirs() -> None:
     release, waiting = asyncio.Event(), asyncio.Event()
 
     def app(name: bytes) -> http_server.AsgiApp:
@@ -194,13 +194,66 @@ async def test_who_leaves_passes_on_connections_without_a_request_and_the_others
 
             assert [await ask(each) for each in (*kept, silent)] == [(False, b"B")] * 21
             release.set()
-            assert await answer == (True, b"A"), "a call that began before is answered, and the client told to move"
-            assert await slow[0].read() == b""
-            assert [await ask(each) for each in kept] == [(False, b"B")] * len(kept), "they go on"
-            assert (leaves.connections, stays.connections) == (0, 21)
+            assert await answer == (False, b"A"), "a call that began before is answered, and its connection moves"
+            assert [await ask(each) for each in (*kept, slow)] == [(False, b"B")] * 21, "they go on"
+            assert (leaves.connections, stays.connections) == (0, 22)
     for _, writer in (*kept, silent, slow):
         writer.close()
     sock.close()
+
+
+@on_uvloop
+async def test_the_end_of_a_server_that_leaves_closes_no_connection_that_can_be_passed_on() -> None:
+    """It ends while an answer is on its way to the kernel, and while half of a request has come."""
+    gate, sock = ConnectionGate(), bind("127.0.0.1", 0)
+    has_answered = asyncio.Event()
+
+    async def answering(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await hello(scope, receive, send)
+        if scope["type"] == "http":
+            leaves.leave(stays.take)
+            has_answered.set()
+
+    async with asyncio.timeout(30), contextlib.AsyncExitStack() as other:
+        async with serving(answering, sock.dup(), protocol, gate=gate) as leaves:
+            begun, kept = await connected(sock), await connected(sock)
+            begun[1].write(GET[:9])
+            await eventually(lambda: len(gate.lines[Phase.HEAD].tickets) == 2 and gate.held_bytes == 9)
+            stays = await other.enter_async_context(serving(hello, sock.dup(), protocol))
+            kept[1].write(GET)
+            await has_answered.wait()
+            begun[1].write(GET[9:])
+        for reader, writer in (begun, kept):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            writer.write(GET)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200"), "by the other one"
+            writer.close()
+    sock.close()
+
+
+@needs_openssl
+@on_uvloop
+async def test_requests_on_kept_connections_are_answered_for_a_moment_where_none_can_be_passed_on(
+    tmp_path: Path,
+) -> None:
+    """With TLS: a client that sends all the time learns by an answer that the connection ends."""
+    authority = Authority(tmp_path / "authority")
+    cert, key = authority.sign("server")
+    client = ssl.create_default_context(cafile=authority.ca)
+    sock = bind("127.0.0.1", 0)
+    tls = {"ssl_certfile": cert, "ssl_keyfile": key}
+    async with asyncio.timeout(30), serving(hello, sock, protocol, **tls) as leaves:
+        port = sock.getsockname()[1]
+        busy, idle = [await asyncio.open_connection("127.0.0.1", port, ssl=client) for _ in range(2)]
+        for reader, writer in (busy, idle):
+            writer.write(GET)
+            assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n")
+        leaves.leave(quiet_s=2)
+        asyncio.get_running_loop().call_later(0.2, busy[1].write, GET)  # while the server ends
+    assert b"connection: close" in await busy[0].readuntil(b"\r\n\r\n")
+    assert await busy[0].read() == await idle[0].read() == b""
+    for _, writer in (busy, idle):
+        writer.close()
 
 
 def test_the_kernel_probes_accepted_connections() -> None:

@@ -40,6 +40,23 @@ async def test_more_connections_than_the_queue_holds_reach_the_workers_that_serv
                 found[8000 + number].close()
 
 
+async def test_those_that_wait_when_the_sender_has_ended_are_taken() -> None:
+    with closing(ConnectionQueue({})) as leaves:
+        pairs = [socket.socketpair() for _ in range(400)]
+        for number, (_, theirs) in enumerate(pairs):
+            leaves.pass_on(number, theirs)
+        assert leaves.is_sending, "it is told that they have not all left"
+        found: dict[int, socket.socket] = {}
+        leaves.take_last(found.__setitem__)
+
+        assert len(found) >= 100
+        assert [*found] == [*range(len(found))]
+        for number, (ours, _) in enumerate(pairs):
+            ours.close()
+            if number in found:
+                found[number].close()
+
+
 async def test_connections_that_nobody_took_are_closed_with_the_queue() -> None:
     ours, theirs = socket.socketpair()
     with ours:

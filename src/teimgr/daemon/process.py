@@ -72,6 +72,8 @@ from teimgr.wire.routing.directory import Directory
 log = logging.getLogger(__name__)
 
 EXIT_REFUSED = 1
+QUIET_S = 1.0
+"""For requests on open connections that a successor cannot take over, before they are closed."""
 LAST_GRACE_S = 1.0
 """What workers have at the end of a stop at least, to finish a batch and give their device and ports back."""
 
@@ -381,7 +383,7 @@ class Daemon:
             health.leave()
         listeners.keep_files()
         pass_on = None if self.settings.tls_files else self.succession.pass_on
-        server.leave(pass_on, self.settings.graceful_shutdown_timeout_secs)
+        server.leave(pass_on, self.settings.graceful_shutdown_timeout_secs, 0 if pass_on else QUIET_S)
         if self.cluster is not None:
             self.cluster.forwarding.hand_over()
 
@@ -419,6 +421,7 @@ class Daemon:
         grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
         ends = (self._stop_began or clock()) + grace_s
         if self.succession.has_given_word:
+            await self.succession.all_passed_on(ends - clock())
             if self.cluster is not None:
                 await self.cluster.forwarding.finished(ends - clock())
             await self.gateway.close()

@@ -45,7 +45,7 @@ _EXIT_LIMIT_S = 5.0
 _WORD_LIMIT_S = 60.0  # from ready to the word: the old daemon finishes the commands it has accepted
 _MESSAGE_BYTES = 64 << 10
 _MAX_DESCRIPTORS = 250  # the kernel takes 253 a message; ports of instances beyond are bound again by the successor
-_LAST_CONNECTIONS_S = 1.0
+_SENT_POLL_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -117,12 +117,17 @@ class Predecessor:
         """Have `take` serve the open connections that the predecessor passes on, until it has ended."""
         queue, loop = self._queue, asyncio.get_running_loop()
         assert queue is not None
-        queue.serve(lambda _, connection: take(connection))
+
+        def take_one(_: int, connection: socket.socket) -> None:
+            take(connection)
+
+        queue.serve(take_one)
 
         def on_end() -> None:
             loop.remove_reader(self._control)
             self._control.close()
-            loop.call_later(_LAST_CONNECTIONS_S, queue.close)
+            queue.take_last(take_one)
+            queue.close()
 
         loop.add_reader(self._control, on_end)  # readable at its end alone: no message follows
 
@@ -312,6 +317,13 @@ class Succession:
         """Give the successor an open connection."""
         assert self._queue is not None
         self._queue.pass_on(0, connection)
+
+    async def all_passed_on(self, limit_s: float) -> None:
+        """Return when the successor has every connection, or at the limit. Others end with this process."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._queue is not None and self._queue.is_sending:  # noqa: ASYNC110
+                    await asyncio.sleep(_SENT_POLL_S)
 
     def give_word(self) -> int:
         """Let the successor begin; the result is its pid. The state file and the run directory are free."""

@@ -284,6 +284,13 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             pass_on(_detach(self.transport))
 
+    def shutdown(self) -> None:
+        """Called by the server at its end: a connection that can be passed on is not closed."""
+        if self.server_state.pass_on is None:
+            super().shutdown()
+        else:
+            self.pass_on()
+
     def _settle(self) -> None:
         """Enter the phase of now."""
         ticket, cycle = self._ticket, self.cycle
@@ -579,5 +586,6 @@ class ProtocolSniffer(asyncio.Protocol):
         self._ticket.leave()
 
     def shutdown(self) -> None:
-        """Called by uvicorn as the server ends."""
-        self.transport.close()
+        """Called by uvicorn as the server ends. What was received of a first request is answered if others move."""
+        if self._state.pass_on is None or not self._seen:
+            self.transport.close()

@@ -118,21 +118,24 @@ class Listener:
         """Serve a connection that another process passed on."""
         self._server.acceptors[0].take(sock, address_of_peer(sock), Phase.IDLE)
 
-    def leave(self, pass_on: PassOn | None = None, grace_s: int = _CLOSE_GRACE_S) -> None:
+    def leave(self, pass_on: PassOn | None = None, grace_s: int = _CLOSE_GRACE_S, quiet_s: float = 0) -> None:
         """Stop accepting, and leave the address to the processes that share the socket. At the end of `serving`,
         requests in flight have `grace_s`.
 
-        HTTP/1: every open connection ends with its next response, which carries `connection: close`, so that a client
-        is not cut off between two requests. With `pass_on` a connection without an unanswered request goes to that at
-        once, and every other one when it has none: no request that comes later is answered here.
+        HTTP/1 with `pass_on`: a connection without an unanswered request goes to that at once, and every other one when
+        it has none: no request that begins later is answered here. Without: every open connection ends with its next
+        response, which carries `connection: close`, so that a client is not cut off between two requests; those on
+        which no request comes are closed at the end of `serving`, but not within `quiet_s` from now.
         HTTP/2: GOAWAY; calls that the client began later are not answered, and the client makes them elsewhere.
         """
         for acceptor in self._server.acceptors:
             acceptor.close()
         state = self._server.server_state
         self._server.config.timeout_graceful_shutdown = grace_s
-        self._server.config.encoded_headers.append(_CONNECTION_CLOSE)  # uvicorn's source of the next second's list
-        state.default_headers.append(_CONNECTION_CLOSE)  # the current list, held by requests in flight
+        self._server.quiet_until = asyncio.get_running_loop().time() + quiet_s
+        if pass_on is None:
+            self._server.config.encoded_headers.append(_CONNECTION_CLOSE)  # uvicorn's source of the next second's list
+            state.default_headers.append(_CONNECTION_CLOSE)  # the current list, held by requests in flight
         state.leave_to(pass_on)
         for connection in tuple(state.connections):
             if isinstance(connection, HttpProtocol | ProtocolSniffer):
@@ -221,6 +224,7 @@ class Server(uvicorn.Server):
         self.gate = gate
         self.context: ssl.SSLContext | None = None
         self.acceptors: list[Acceptor] = []
+        self.quiet_until = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])  # it listens on none of them
@@ -258,6 +262,8 @@ class Server(uvicorn.Server):
             acceptor.close()
             await acceptor.wait_closed()  # what was accepted is among the connections now
         state, clock = self.server_state, asyncio.get_running_loop().time
+        while state.connections and clock() < self.quiet_until:  # noqa: ASYNC110
+            await asyncio.sleep(_END_POLL_S)
         for connection in tuple(state.connections):
             connection.shutdown()
         ends = clock() + (self.config.timeout_graceful_shutdown or 0)

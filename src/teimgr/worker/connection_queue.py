@@ -36,9 +36,19 @@ class ConnectionQueue:
     def ends(self) -> dict[int, socket.socket]:
         return {RECEIVE_END: self._receive, SEND_END: self._send}
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether connections that were passed on wait here for room."""
+        return bool(self._waiting)
+
     def serve(self, take: Callable[[int, socket.socket], None]) -> None:
         """Call `take` with the port and the socket of each connection that is passed on, until `leave`."""
         self._loop.add_reader(self._receive, self._receive_one, take)
+
+    def take_last(self, take: Callable[[int, socket.socket], None]) -> None:
+        """Call `take` with each connection that is in the queue, after the end of the processes that filled it."""
+        while self._receive_one(take):
+            pass
 
     def leave(self) -> None:
         self._loop.remove_reader(self._receive)
@@ -56,14 +66,15 @@ class ConnectionQueue:
         self._receive.close()
         self._send.close()
 
-    def _receive_one(self, take: Callable[[int, socket.socket], None]) -> None:
-        """One at a time: others of the instance may be idle."""
+    def _receive_one(self, take: Callable[[int, socket.socket], None]) -> bool:
+        """One at a time, as others of the instance may be idle; the result is whether one came."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self._receive, 16, 1)
         except BlockingIOError:  # another worker has taken it
-            return
+            return False
         for descriptor in descriptors:  # none where the limit of open files is reached
             take(int(message), socket.socket(fileno=descriptor))
+        return bool(message)
 
     def _send_waiting(self) -> None:
         while self._waiting:

@@ -322,10 +322,12 @@ class Worker:
                 listener.leave(partial(queue.pass_on, number) if self._handover else None)
         self._left_ports.set()
         if self._handover:
-            await _any_of(self._all_left(listeners.values()), self._force_stop.wait(), limit_s=self._grace_s / 2)
+            await _any_of(self._all_left(listeners.values(), queue), self._force_stop.wait(), limit_s=self._grace_s / 2)
 
-    async def _all_left(self, listeners: Collection[Listener]) -> None:
-        while self._links.has_callers or any(listener.connections for listener in listeners):  # noqa: ASYNC110
+    async def _all_left(self, listeners: Collection[Listener], queue: ConnectionQueue) -> None:
+        while (  # noqa: ASYNC110
+            self._links.has_callers or queue.is_sending or any(each.connections for each in listeners)
+        ):
             await asyncio.sleep(_LEFT_POLL_S)
 
     async def _drain_calls(self) -> None:
