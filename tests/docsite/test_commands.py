@@ -6,22 +6,28 @@ its own, in which the folders of the repository are at hand.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from tests.docsite.forked_commands import NAMES, write_programs
-from tests.docsite.pages import PAGES, ROOT, TESTED_ELSEWHERE, Block, blocks, name_of
+from tests.docsite.pages import PAGES, ROOT, TESTED_ELSEWHERE, Block, blocks, name_of, without_blocks
 from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
 from tests.support.models import build_cross_encoder
+from typer.main import get_command
 
+from teimgr.cli.main import app
 from teimgr.config.sources import Source, read
 
 RUN = ("bash", "python", "toml", "yaml", "json", "typescript", "go", "java")
@@ -29,6 +35,7 @@ RUN = ("bash", "python", "toml", "yaml", "json", "typescript", "go", "java")
 DEBIAN_TOOLS = ("promtool",)
 """What blocks use that `.ci/debian-tools` installs; without it they are left out."""
 SHOWN = ("", "text", "proto")
+SHELL = ("bash", "console")
 LIMIT_S = 100.0
 BLOCKS = {page: list(blocks(page)) for page in PAGES}
 WITH_COMMANDS = [
@@ -102,6 +109,45 @@ def test_blocks_that_are_not_run_have_good_syntax(tmp_path: Path) -> None:
         for block in found:
             if block.reason and (check := SYNTAX.get(block.language)):
                 check(block, tmp_path)
+
+
+def test_commands_that_are_not_run_have_options_that_there_are() -> None:
+    """Those in a line of prose too."""
+    root: Any = get_command(app())
+    shown = [(each.place, each.code) for found in BLOCKS.values() for each in found if each.language in SHELL]
+    shown += [(name_of(page), code) for page in PAGES for code in re.findall(r"`(teimgr [^`]+)`", without_blocks(page))]
+    faults = [
+        f"{place}: teimgr {' '.join(words)}: {fault}"
+        for place, code in shown
+        for words in calls_of_teimgr(code.replace("<(", "FILE; ").replace("\\\n", " "))
+        if "COMMAND" not in words and (fault := fault_of(root, words))
+    ]
+    assert faults == []
+
+
+def calls_of_teimgr(code: str) -> Iterator[list[str]]:
+    """The arguments of each call of teimgr in lines of a shell."""
+    for line in code.splitlines() if "`" not in code else ():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        with contextlib.suppress(ValueError):  # a quotation that goes on in the next line
+            for _, words in itertools.groupby(lexer, lambda word: word.strip("();<>|&") != ""):
+                program, *arguments = itertools.dropwhile(lambda word: "=" in word, words)
+                if program.rpartition("/")[2] == "teimgr":
+                    yield arguments
+
+
+def fault_of(command: Any, words: Sequence[str]) -> str:
+    """What the parser of the command line finds wrong with names of commands and options; values are placeholders."""
+    while words and words[0] in getattr(command, "commands", ()):
+        command, words = command.commands[words[0]], words[1:]
+    if words and not words[0].startswith("-") and hasattr(command, "commands"):
+        return f"no command {words[0]}"
+    try:
+        command.make_parser(command.context_class(command)).parse_args(args=list(words))
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(("page", "test"), TESTED_ELSEWHERE.items())
