@@ -388,7 +388,7 @@ def test_contexts_name_daemons(run: Run, fleet: WarmDaemonProcess, monkeypatch: 
     run("context", "use", "there")
     assert "the context 'there'" in run("ps").err
     assert run("ps", "-q", "--context", "here").status == ExitStatus.OK
-    run("context", "rm", "there")
+    assert "`teimgr context use NAME` chooses one of here" in run("context", "rm", "there").err
     assert [row[1] for row in run("context", "list").rows] == ["here"]
 
 
@@ -396,7 +396,8 @@ def test_files_of_a_context_are_kept_by_their_whole_path(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run("context", "add", "far", "https://teimgr.example:9000", "--ca", "ca.pem", "--api-key-file", "../key")
+    made = run("context", "add", "far", "https://teimgr.example:9000", "--ca", "ca.pem", "--api-key-file", "../key")
+    assert f"{tmp_path / 'ca.pem'} does not exist: commands of this context fail until it does" in made.err
     (told,) = [each for each in json.loads(run("context", "list", "--json").out) if each["name"] == "far"]
     assert told["ca"] == str(tmp_path / "ca.pem")
     assert f'"{tmp_path / ".." / "key"}"' in Contexts.load().path.read_text()

@@ -71,6 +71,9 @@ def add(
     values = ConnectionValues(url, grpc_url, api_key, api_key_file, ca, cert, key, server_name)
     replace(contexts, current=contexts.current or name, tables={**contexts.tables, name: values}).save()
     output.note(f"{contexts.path}: {name} is {url}")
+    for path in (api_key_file, ca, cert, key):
+        if path is not None and not Path(path).expanduser().exists():
+            output.note(f"{path} does not exist: commands of this context fail until it does")
 
 
 def _whole_path(path: str | None) -> str | None:
@@ -94,5 +97,8 @@ def remove(output: CommandOutput, name: ContextName) -> None:
     contexts = Contexts.load()
     contexts.get(name)
     kept = {each: values for each, values in contexts.tables.items() if each != name}
-    replace(contexts, current=None if contexts.current == name else contexts.current, tables=kept).save()
+    is_current = contexts.current == name
+    replace(contexts, current=None if is_current else contexts.current, tables=kept).save()
     output.note(f"forgot {name}")
+    if is_current and kept:
+        output.note(f"no context is current now; `teimgr context use NAME` chooses one of {', '.join(kept)}")
