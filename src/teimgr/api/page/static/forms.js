@@ -50,7 +50,7 @@ export function showFaults(form, box, error) {
   for (const part of error.message.replace(/^Validation error: /, "").split("; ")) {
     const named = /^(?:missing field `)?(\w+)/.exec(part)?.[1];
     if (fields.has(named)) key = named;
-    faults.set(key, [...(faults.get(key) ?? []), part.replace(`${key}: `, "").replace(/^missing field.*/, "is needed")]);
+    faults.set(key, [...(faults.get(key) ?? []), part.replace(`${key}: `, "").replace(/^missing field.*/, "is required")]);
   }
   for (const [name, parts] of faults) {
     const field = fields.get(name), place = (field && $(`#${field.id}-fault`)) ?? box;
