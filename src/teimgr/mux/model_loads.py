@@ -50,8 +50,7 @@ class DaemonLoads:
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
         try:
             context = CURRENT.get()
-            tenant = 0 if context is None else context.tenant
-            if not self._send({"load": [call, instance, timeout_s], "tenant": tenant}):
+            if not self._send({"load": [call, instance, timeout_s], "tenant": context.tenant if context else 0}):
                 raise Unavailable(f"Instance '{instance}' is not loaded, and no daemon is here to load it")
             async with asyncio.timeout(timeout_s) as limit:
                 await answer

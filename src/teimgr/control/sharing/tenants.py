@@ -139,8 +139,7 @@ class TenantRegistry:
 
     def badge(self, tenant: int) -> str:
         """A name that a tenant keeps and that does not tell who it is; "" for calls without a key."""
-        name = self._names.get(tenant) if tenant else None
-        return "" if name is None else hashlib.sha256(name.encode()).hexdigest()[:12]
+        return hashlib.sha256(self._names[tenant].encode()).hexdigest()[:12] if tenant in self._names else ""
 
     def rate_state(self, number: int) -> RateState | None:
         """The bucket of a tenant; None if it has no tokens a second."""
