@@ -1,4 +1,4 @@
-"""Models of texts and images in one space: CLIP, SigLIP and SigLIP2 with its NaFlex, from their files."""
+"""Models of texts and images in one space, and of images alone (DINOv2), from their files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from typing import Any
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models.bounded_json import read_object
 from teimgr.models.known_keys import KnownKeys
-from teimgr.models.layout import DualEncoder, FlexibleSteps, Layout, PixelSteps
+from teimgr.models.layout import DualEncoder, FlexibleSteps, ImageEncoder, Layout, PixelSteps
 from teimgr.models.library_code import setting
-from teimgr.models.metadata import DUAL_ENCODERS, PAGE_ENCODERS, SOUND_ENCODERS, VISION_CHATS, ModelMetadata
+from teimgr.models.metadata import (
+    DUAL_ENCODERS,
+    IMAGE_ENCODERS,
+    PAGE_ENCODERS,
+    SOUND_ENCODERS,
+    VISION_CHATS,
+    ModelMetadata,
+)
 
 _PROCESSORS = ("CLIPImageProcessor", "CLIPFeatureExtractor", "BitImageProcessor", "SiglipImageProcessor")
 _KEYS = KnownKeys(
@@ -39,7 +46,8 @@ _FLEXIBLE_KEYS = KnownKeys(
 )
 _PATCHES = 16, 4096  # that a picture may have at most; of the known models 256, and 1,024 on request
 _MAX_PATCH = 256  # pixels of a side
-_MAX_SIDE = 4096  # pixels of a picture that a model reads; the largest known one has 512
+_MAX_SIDE = 4096  # pixels of a picture that a model reads; the largest known one has 518
+_MAX_REGISTERS = 1024  # that an image encoder may have; the known models have 4
 _MAX_RESAMPLE = 5  # the last filter of Pillow
 _METHODS = {"text": "get_text_features", "image": "get_image_features"}
 _HALVES = (0.5, 0.5, 0.5)
@@ -285,3 +293,43 @@ def colours(given: dict[str, Any], key: str, default: tuple[float, ...]) -> tupl
     if key == "image_std" and 0 in value:
         raise ModelLoadFailed("preprocessor_config.json has a zero in image_std, by which pixels are divided")
     return tuple(map(float, value))
+
+
+def is_image_encoder(metadata: ModelMetadata) -> bool:
+    """Whether the model embeds images and no texts."""
+    return metadata.config["model_type"] in IMAGE_ENCODERS
+
+
+def read_image_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
+    """The layout of a model of images alone, whose vector is the first token's behind the last normalisation.
+
+    Raises:
+        InvalidConfig: `pooling` is another one.
+        ModelLoadFailed: its files describe what is not served, or Pillow is missing.
+    """
+    need_pillow()
+    if pooling not in (None, "cls"):
+        raise InvalidConfig(f"pooling = {pooling!r} is not for a model of images, whose vector is its first token's")
+    if metadata.chain.modules:
+        raise ModelLoadFailed(
+            f"a model of images in the layout of sentence-transformers ({metadata.chain}) is not served: use the one "
+            "that transformers saved"
+        )
+    if heads := [name for name in metadata.architectures if not name.endswith("Model")]:
+        raise ModelLoadFailed(f"{heads[0]} is more than a model of vectors of images, which alone is served")
+    config = metadata.config
+    side, patch = whole_number(config, "image_size"), whole_number(config, "patch_size")
+    if whole_number(config, "num_channels") != 3 or not patch <= side <= _MAX_SIDE:
+        raise ModelLoadFailed(f"config.json has pictures of {side} pixels in patches of {patch}")
+    registers = setting(config, "num_register_tokens") or 0
+    if isinstance(registers, bool) or not isinstance(registers, int) or not 0 <= registers <= _MAX_REGISTERS:
+        raise ModelLoadFailed(f"config.json has num_register_tokens = {str(registers)[:80]}")
+    steps = pixel_steps(processor_settings(metadata.transformer_dir))
+    given = steps.crop or steps.size
+    if given is None or min(given) < patch:
+        shown = "pictures of any size" if given is None else f"pictures of {given[0]} x {given[1]} pixels"
+        raise ModelLoadFailed(f"the image processor gives {shown}, and the model reads patches of {patch}, of one size")
+    height, width = given
+    tokens = 1 + registers + (height // patch) * (width // patch)
+    dual = ImageEncoder(tokens, height, width, steps)
+    return replace(layout, poolings=("cls",), dual=dual, max_length=tokens, prompts={}, default_prompt_name=None)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models.directory import may_lack_modules
-from teimgr.models.dual_encoders import is_dual_encoder, read_dual_encoder, text_config
-from teimgr.models.image_encoders import is_image_encoder, read_image_encoder
+from teimgr.models.dual_encoders import (
+    is_dual_encoder,
+    is_image_encoder,
+    read_dual_encoder,
+    read_image_encoder,
+    text_config,
+)
 from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_length, position_offset
 from teimgr.models.key_checks import check_files
 from teimgr.models.kinds import choose_kind, is_causal
@@ -195,24 +200,46 @@ def _read(
         raise ModelLoadFailed(f"modules.json has a CLIPModel module, and its config.json is that of a {named}")
     chosen = choose_kind(metadata, kind, pooling)
     metadata.tokens.check_types(metadata.config)
+    layout = _of_every_kind(metadata, chosen, trust_remote_code)
+    match chosen:
+        case Kind.EMBEDDING:
+
+            def route(queries: Chain) -> Layout:
+                return _read(root, pooling, chosen.value, trust_remote_code, render, queries)
+
+            layout = _embedding(metadata, layout, pooling, render, route)
+        case Kind.SPARSE:
+            splade, table = read_splade(metadata), read_query_table(metadata)
+            layout = replace(layout, backbone=Backbone.MASKED_LM, splade=splade, query_table=table)
+        case Kind.MULTI_VECTOR if is_page_encoder(metadata):
+            layout = read_page_encoder(metadata, layout)
+        case Kind.MULTI_VECTOR:
+            late, prompts = read_late(metadata)
+            named = layout.default_prompt_name if layout.default_prompt_name in prompts else "document"
+            layout = replace(layout, late=late, prompts=prompts, default_prompt_name=named)
+        case Kind.TOKEN_CLASSIFIER:
+            scoring = ScoringConfig(read_labels(metadata), "softmax")
+            layout = replace(layout, backbone=Backbone.TOKEN_CLASSIFICATION, scoring=scoring)
+        case Kind.RERANKER | Kind.CLASSIFIER:
+            layout = _scored(metadata, layout, render)
+    if layout.has_routes and layout.default_prompt_name is None:
+        role = "query" if layout.has_queries_by_default else "document"
+        layout = replace(layout, default_prompt_name=role)
+    _check_task(metadata, layout)
+    return replace(layout, warnings=_all_warnings(metadata, layout, pooling))
+
+
+def _of_every_kind(metadata: ModelMetadata, kind: Kind, trust_remote_code: bool) -> Layout:
+    """What is read for each kind alike."""
     texts = text_config(metadata.config)
     reader = metadata.chain.reader
     if reader is not None:
-        if chosen is not Kind.EMBEDDING:
-            raise ModelLoadFailed(
-                f"{reader.name}, the first module of modules.json, is code in the model's own repository, which is run "
-                f"for dense vectors alone: the model is of the kind {chosen.value}"
-            )
-        if metadata.static or metadata.config["model_type"] in SENSES:
-            raise ModelLoadFailed(
-                f"{reader.name}, the first module of modules.json, is code in the model's own repository, and "
-                f"config.json is of a {metadata.config['model_type']} model: not served together"
-            )
+        _check_reader(reader.name, metadata, kind)
         texts = {**texts, "model_type": reader.name}  # its positions are not those of a model that is known
     longest = _longest(metadata, texts)
     _check_attention(metadata.config, longest)
-    layout = Layout(
-        root=root,
+    return Layout(
+        root=metadata.root,
         transformer_dir=metadata.transformer_dir,
         weights_dir=metadata.weights_dir,
         adapters=metadata.adapters,
@@ -223,7 +250,7 @@ def _read(
         max_length=longest,
         position_offset=position_offset(texts),
         lower_case=bool(metadata.settings.get("do_lower_case")),
-        kind=chosen,
+        kind=kind,
         type_ids=metadata.tokens.has_types(metadata.config),
         trust_remote_code=trust_remote_code,
         config_is_changed=metadata.config_is_changed,
@@ -242,82 +269,85 @@ def _read(
         truncate_left=_truncates_left(metadata),
         notes=metadata.notes,
     )
-    match chosen:
-        case Kind.EMBEDDING if is_dual_encoder(metadata):
-            layout = read_dual_encoder(metadata, layout, pooling)
-        case Kind.EMBEDDING if is_image_encoder(metadata):
-            layout = read_image_encoder(metadata, layout, pooling)
-        case Kind.EMBEDDING if is_vision_chat(metadata):
-            pooled = _embedding(metadata, layout, None) if metadata.chain.modules else layout
-            if metadata.config["model_type"] == "embedding_gemma2":
-                layout = read_embedding_gemma2(metadata, pooled, pooling)
-            else:
-                layout = read_vision_chat(metadata, pooled, pooling, render=render)
-        case Kind.RERANKER if is_vision_chat(metadata):
-            layout = replace(layout, backbone=Backbone.CAUSAL_LM)
-            layout = read_vision_chat(metadata, layout, None, render=render)
-        case Kind.EMBEDDING if is_sound_encoder(metadata):
-            layout = read_sound_encoder(metadata, layout, pooling)
-        case Kind.EMBEDDING:
-            layout = _embedding(metadata, layout, pooling)
-            if metadata.chain.table is not None:
-                raise InvalidConfig(
-                    'kind = "embedding" contradicts the files: queries have a weight for each token, and no vector'
-                )
-            if (queries := metadata.chain.queries) is not None:
-                other = _read(root, pooling, chosen.value, trust_remote_code, render, queries)
-                layout = _with_route(layout, QueryRoute(other, metadata.chain.queries_by_default))
-        case Kind.SPARSE:
-            splade, table = read_splade(metadata), read_query_table(metadata)
-            layout = replace(layout, backbone=Backbone.MASKED_LM, splade=splade, query_table=table)
-        case Kind.MULTI_VECTOR if is_page_encoder(metadata):
-            layout = read_page_encoder(metadata, layout)
-        case Kind.MULTI_VECTOR:
-            late, prompts = read_late(metadata)
-            named = layout.default_prompt_name if layout.default_prompt_name in prompts else "document"
-            layout = replace(layout, late=late, prompts=prompts, default_prompt_name=named)
-        case Kind.TOKEN_CLASSIFIER:
-            scoring = ScoringConfig(read_labels(metadata), "softmax")
-            layout = replace(layout, backbone=Backbone.TOKEN_CLASSIFICATION, scoring=scoring)
-        case Kind.RERANKER if is_listwise(metadata):
-            listwise, layers = read_listwise(metadata)
-            scoring = ScoringConfig(("LABEL_0",), "identity")
-            layout = replace(layout, scoring=scoring, listwise=listwise, projections=layers)
-            longest = layout.max_length + TEMPLATE_TOKENS
-            layout = replace(layout, max_length=longest, prompts={}, default_prompt_name=None)
-        case Kind.RERANKER | Kind.CLASSIFIER if is_causal(metadata):
-            scoring = ScoringConfig(
-                ("LABEL_0",), read_activation(metadata, 1), *read_causal_rerank(metadata, render=render)
-            )
-            # The prompts are part of the template, so nothing goes before the query.
-            backbone = Backbone.SEQ2SEQ_LM if metadata.has_head(SEQ2SEQ) else Backbone.CAUSAL_LM
-            layout = replace(layout, backbone=backbone, scoring=scoring, prompts={}, default_prompt_name=None)
-            layout = replace(layout, warnings=tuple(prompt_warnings(metadata)))
-        case Kind.RERANKER | Kind.CLASSIFIER if (modules := score_modules(metadata)) is not None:
-            layout = _scored_by_modules(metadata, replace(layout, scoring=read_scoring(metadata)), modules)
-        case Kind.RERANKER | Kind.CLASSIFIER if is_nemotron(metadata):
-            scoring, layer = read_nemotron(metadata)
-            poolings, _, _ = read_poolings(None, root / "1_Pooling", {"pooling": "avg", **metadata.config}, None)
-            layout = replace(layout, scoring=scoring, poolings=poolings, projections=(layer,))
-            layout = replace(layout, prompts={}, default_prompt_name=None)
-        case Kind.RERANKER | Kind.CLASSIFIER:
-            template = read_pair_template(metadata, render=render)
-            scoring = replace(read_scoring(metadata), template=template)
-            layout = replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=scoring)
-            if template is not None:  # the prompts are part of it
-                layout = replace(layout, prompts={}, default_prompt_name=None)
-    if layout.has_routes and layout.default_prompt_name is None:
-        role = "query" if layout.has_queries_by_default else "document"
-        layout = replace(layout, default_prompt_name=role)
-    _check_task(metadata, layout)
-    warnings = (*layout.warnings, *metadata.warnings, *check_files(metadata), *_own_activations(metadata, layout))
-    if chosen is Kind.EMBEDDING and not metadata.static and may_lack_modules(root):
-        warnings = (*warnings, _FETCHED_IN_PART)
-    layout = replace(layout, warnings=tuple(dict.fromkeys(warnings)))
-    if pooling is not None and layout.pooling != pooling.replace("-", "_"):
-        unused = f"pooling = {pooling!r} is not used: a model of the kind {layout.kind.value} has its own way"
-        layout = replace(layout, warnings=(*layout.warnings, unused))
+
+
+def _check_reader(name: str, metadata: ModelMetadata, kind: Kind) -> None:
+    """Refuse a first module that is code of the model's own, if the model is not one of dense vectors."""
+    if kind is not Kind.EMBEDDING:
+        raise ModelLoadFailed(
+            f"{name}, the first module of modules.json, is code in the model's own repository, which is run "
+            f"for dense vectors alone: the model is of the kind {kind.value}"
+        )
+    if metadata.static or metadata.config["model_type"] in SENSES:
+        raise ModelLoadFailed(
+            f"{name}, the first module of modules.json, is code in the model's own repository, and "
+            f"config.json is of a {metadata.config['model_type']} model: not served together"
+        )
+
+
+def _embedding(
+    metadata: ModelMetadata, layout: Layout, pooling: str | None, render: bool, route: Callable[[Chain], Layout]
+) -> Layout:
+    """A model of dense vectors; `route` reads the modules of its queries, if it has a Router."""
+    if is_dual_encoder(metadata):
+        return read_dual_encoder(metadata, layout, pooling)
+    if is_image_encoder(metadata):
+        return read_image_encoder(metadata, layout, pooling)
+    if is_vision_chat(metadata):
+        pooled = _pooled(metadata, layout, None) if metadata.chain.modules else layout
+        if metadata.config["model_type"] == "embedding_gemma2":
+            return read_embedding_gemma2(metadata, pooled, pooling)
+        return read_vision_chat(metadata, pooled, pooling, render=render)
+    if is_sound_encoder(metadata):
+        return read_sound_encoder(metadata, layout, pooling)
+    layout = _pooled(metadata, layout, pooling)
+    if metadata.chain.table is not None:
+        raise InvalidConfig(
+            'kind = "embedding" contradicts the files: queries have a weight for each token, and no vector'
+        )
+    if (queries := metadata.chain.queries) is not None:
+        return _with_route(layout, QueryRoute(route(queries), metadata.chain.queries_by_default))
     return layout
+
+
+def _scored(metadata: ModelMetadata, layout: Layout, render: bool) -> Layout:
+    """A reranker or a classifier."""
+    if layout.kind is Kind.RERANKER and is_vision_chat(metadata):
+        return read_vision_chat(metadata, replace(layout, backbone=Backbone.CAUSAL_LM), None, render=render)
+    without_prompts = replace(layout, prompts={}, default_prompt_name=None)
+    if layout.kind is Kind.RERANKER and is_listwise(metadata):
+        listwise, layers = read_listwise(metadata)
+        scoring, longest = ScoringConfig(("LABEL_0",), "identity"), layout.max_length + TEMPLATE_TOKENS
+        return replace(without_prompts, scoring=scoring, listwise=listwise, projections=layers, max_length=longest)
+    if is_causal(metadata):
+        scoring = ScoringConfig(
+            ("LABEL_0",), read_activation(metadata, 1), *read_causal_rerank(metadata, render=render)
+        )
+        # The prompts are part of the template, so nothing goes before the query.
+        backbone = Backbone.SEQ2SEQ_LM if metadata.has_head(SEQ2SEQ) else Backbone.CAUSAL_LM
+        warnings = tuple(prompt_warnings(metadata))
+        return replace(without_prompts, backbone=backbone, scoring=scoring, warnings=warnings)
+    if (modules := score_modules(metadata)) is not None:
+        return _scored_by_modules(metadata, replace(layout, scoring=read_scoring(metadata)), modules)
+    if is_nemotron(metadata):
+        scoring, layer = read_nemotron(metadata)
+        pooled = {"pooling": "avg", **metadata.config}
+        poolings, _, _ = read_poolings(None, metadata.root / "1_Pooling", pooled, None)
+        return replace(without_prompts, scoring=scoring, poolings=poolings, projections=(layer,))
+    template = read_pair_template(metadata, render=render)
+    layout = layout if template is None else without_prompts  # the prompts are part of it
+    scoring = replace(read_scoring(metadata), template=template)
+    return replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=scoring)
+
+
+def _all_warnings(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> tuple[str, ...]:
+    """Those of the layout and of the files, each once."""
+    found = [*layout.warnings, *metadata.warnings, *check_files(metadata), *_own_activations(metadata, layout)]
+    if layout.kind is Kind.EMBEDDING and not metadata.static and may_lack_modules(metadata.root):
+        found.append(_FETCHED_IN_PART)
+    if pooling is not None and layout.pooling != pooling.replace("-", "_"):
+        found.append(f"pooling = {pooling!r} is not used: a model of the kind {layout.kind.value} has its own way")
+    return tuple(dict.fromkeys(found))
 
 
 def _with_route(layout: Layout, route: QueryRoute) -> Layout:
@@ -362,7 +392,7 @@ def _own_activations(metadata: ModelMetadata, layout: Layout) -> list[str]:
     return [f"the activation {name} is code of the model's own: {layout.scoring.activation} is used" for name in own]
 
 
-def _embedding(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
+def _pooled(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
     if metadata.static:
         return replace(
             layout,
