@@ -180,8 +180,8 @@ def check_devices(settings: Settings) -> Iterator[Finding]:
 def _models(settings: Settings) -> Iterator[Finding]:
     """The models of the seeds, with all replicas, fit into the free memory: that of the cards, or of the host."""
     from teimgr.control.ledger.system_memory import free_memory_bytes
+    from teimgr.control.placement.decision import replica_count
     from teimgr.control.placement.gpus import only_visible, read_nvml
-    from teimgr.control.placement.planner import replica_count
 
     inventory = only_visible(read_nvml(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     beside = _WORKER_BYTES_ON_A_CARD if inventory.gpus else _WORKER_BYTES

@@ -1,6 +1,6 @@
 """The ledger judges by its own books and by what the system reports, and books each worker once."""
 
-from teimgr.control.ledger.ledger import HEADROOM_BYTES, Footprint, Ledger, Place, Refusal, Reservation
+from teimgr.control.ledger.ledger import HEADROOM_BYTES, Footprint, Ledger, Place, Reservation, Shortage
 
 MIB = 2**20
 SMALL = Footprint(host_bytes=100 * MIB, loading_bytes=150 * MIB)
@@ -26,7 +26,7 @@ def test_two_loads_are_never_judged_by_the_same_free_bytes() -> None:
     ledger.report("", "host memory", 1000 * MIB, 200 * MIB + HEADROOM_BYTES)
     first = _reserved(ledger)
     refused = ledger.reserve("b", 0, SMALL, CPU)
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, Shortage)
     assert (refused.needed_bytes, refused.free_bytes, refused.may_pass) == (150 * MIB, 100 * MIB, False)
     ledger.settle(first, Footprint(host_bytes=20 * MIB))
     ledger.report("", "host memory", 1000 * MIB, 180 * MIB + HEADROOM_BYTES)

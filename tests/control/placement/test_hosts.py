@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from teimgr.control.placement.decision import Others, cpu_host, place, replica_count
 from teimgr.control.placement.gpus import Gpu, Inventory
 from teimgr.control.placement.hosts import Host, allows, best_host, candidates
-from teimgr.control.placement.planner import Others, cpu_host, place, replica_count
 from teimgr.errors import InvalidGpuId, NoHost, ValidationError
 from teimgr.spec import InstanceSpec
 

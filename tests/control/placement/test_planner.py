@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from teimgr.config.settings import Settings
+from teimgr.control.placement.decision import Others, place, replica_count
 from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory, only_visible
 from teimgr.control.placement.planner import (
     CPU_TOKENS,
-    Others,
+    LoadSlots,
     Planner,
     fair_share,
-    place,
-    replica_count,
     usable_cores,
     with_batch_tokens,
     worker_spec,
@@ -265,3 +265,26 @@ def test_pickled_weights_are_off_where_the_settings_forbid_them() -> None:
 def test_that_texts_may_be_cut_is_known_to_be_said(flags: tuple[str, ...], given: bool, cuts: bool) -> None:
     made = worker_spec(InstanceSpec(name="a", model_id="m", extra_args=flags), Settings())
     assert (made.auto_truncate_given, made.auto_truncate) == (given, cuts)
+
+
+async def test_workers_load_one_after_the_other_where_the_device_has_no_more_room() -> None:
+    limits: dict[str | None, int] = {None: 2, "card": 0}
+    slots = LoadSlots(lambda gpu: limits[gpu])
+    await slots.take(None)
+    await slots.take(None)
+    await slots.take("card")
+    waiting = [asyncio.create_task(slots.take(None)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+
+    waiting[0].cancel()
+    slots.give_back(None)
+    await asyncio.wait(waiting[:2])
+
+    assert waiting[0].cancelled()
+    assert (waiting[1].done(), waiting[2].done()) == (True, False)
+    limits[None] = 1
+    slots.give_back(None)
+    assert not waiting[2].done(), "one loads, and there is no memory for two"
+    slots.give_back(None)
+    await waiting[2]

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from teimgr.control.ledger.footprints import Footprints, ModelOptions
-from teimgr.control.ledger.ledger import Footprint, Ledger, Overrun, Place, Refusal, Reservation, needed_on
+from teimgr.control.ledger.ledger import Footprint, Ledger, Overrun, Place, Reservation, Shortage, needed_on
 from teimgr.errors import OutOfDeviceMemory
 from teimgr.spec import WorkerSpec
 
@@ -63,14 +63,14 @@ class Admission:
             async with asyncio.timeout(_ADOPTED_READ_S):
                 await self._all_read.wait()
 
-    async def promise(self, spec: WorkerSpec, device_kind: str) -> Refusal | None:
+    async def promise(self, spec: WorkerSpec, device_kind: str) -> Shortage | None:
         """Reserve for a worker before its supervisor does, whose `take` then gets it; else why it does not fit."""
         await self.look(spec, spec.model_roots)
         await self._refresh()
         self.break_promise(spec.name, spec.replica)
         footprint, place = self.footprints.known(spec, device_kind), Place(spec.host, spec.gpu)
         found = reserve(self.ledger, spec.name, spec.replica, footprint, place)
-        if isinstance(found, Refusal):
+        if isinstance(found, Shortage):
             return found
         self._promised[spec.name, spec.replica] = found
         return None
@@ -202,7 +202,7 @@ class Admission:
             changed.set_result(None)
 
 
-def reserve(ledger: Ledger, instance: str, replica: int, footprint: Footprint, place: Place) -> Reservation | Refusal:
+def reserve(ledger: Ledger, instance: str, replica: int, footprint: Footprint, place: Place) -> Reservation | Shortage:
     """Like `Ledger.reserve`, but a load of unknown size, which may be small, may try if no other load is under way."""
     found = ledger.reserve(instance, replica, footprint, place)
     if isinstance(found, Reservation) or footprint.source != "assumed":

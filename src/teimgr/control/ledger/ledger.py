@@ -3,7 +3,7 @@
 Bookkeeping without clock, I/O or lock; the event loop owns it. A worker holds a `Reservation` from before its load
 until its process is gone:
 
-    reserve(instance, replica, footprint, place)  before the load: a Reservation, or a Refusal with the reason
+    reserve(instance, replica, footprint, place)  before the load: a Reservation, or a Shortage with the reason
     settle(reservation, measured)                 after the first batch: the measured figure replaces the predicted one
     release(reservation)                          when the process is gone, not before
 
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Shortage:
     """Why a load does not fit: the device, what it needs there, and what is free, or will be once others have loaded.
 
     `may_pass`: it fits then.
@@ -181,7 +181,7 @@ class Ledger:
                 each.is_seen = each.is_settled
         account.label, account.total_bytes, account.free_bytes = label, total, free
 
-    def judge(self, footprint: Footprint, place: Place) -> Refusal | None:
+    def judge(self, footprint: Footprint, place: Place) -> Shortage | None:
         """Why one more worker does not fit there; None if it does."""
         for device in dict.fromkeys((place.device, place.host)) if self._refuses else ():
             account, needed = self._account(device, is_card=device == place.gpu), needed_on(footprint, place, device)
@@ -189,10 +189,10 @@ class Ledger:
                 later = account.spare_bytes(as_if_loaded=True)
                 may_pass = needed <= later
                 free = free if may_pass else later
-                return Refusal(device, account.label, needed, max(0, free), account.detail(not may_pass), may_pass)
+                return Shortage(device, account.label, needed, max(0, free), account.detail(not may_pass), may_pass)
         return None
 
-    def reserve(self, instance: str, replica: int, footprint: Footprint, place: Place) -> Reservation | Refusal:
+    def reserve(self, instance: str, replica: int, footprint: Footprint, place: Place) -> Reservation | Shortage:
         """Reserve what a worker is to take, before it is launched."""
         return self.judge(footprint, place) or self.hold(instance, replica, footprint, place)
 

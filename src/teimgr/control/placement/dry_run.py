@@ -1,6 +1,6 @@
 """Plan of a fleet: what would run where, what it takes of each device, what would be evicted, and why.
 
-A pure function by the same rules as the daemon's: `place` chooses the card or host of each worker, the ledger, in a
+A pure function by the same rules as the daemon's: `decide` chooses the card or host of each worker, the ledger, in a
 copy, says whether it fits beside those before it, and the policy of residence, in a rehearsal, which models on demand
 are evicted where it does not. Instances are planned one after the other, each once those before it have loaded, in the
 order in which the daemon starts them when it carries out the plan.
@@ -9,14 +9,14 @@ order in which the daemon starts them when it carries out the plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from teimgr.control.ledger.admission import reserve
-from teimgr.control.ledger.ledger import Footprint, Ledger, Place, Reservation
+from teimgr.control.ledger.ledger import Ledger, Place, Reservation
+from teimgr.control.placement.decision import FootprintOf, decide, others_in, replica_count
 from teimgr.control.placement.gpus import Inventory
-from teimgr.control.placement.planner import card_kind, cpu_host, device_kind, others_in, place, replica_count
 from teimgr.control.residence.events import Unload, eviction_reason, terms_of
 from teimgr.control.residence.rehearsal import Rehearsal, Relief
 from teimgr.errors import TeimgrError
@@ -26,8 +26,6 @@ RUNS, STARTS, WAITS, ON_DEMAND, REFUSED = "runs", "starts", "waits", "on_demand"
 """What becomes of a worker: it `runs` already, `starts`, `waits` until models on demand have no calls and can go, is
 loaded by its calls alone, or has no place or memory.
 """
-FootprintOf = Callable[[InstanceSpec, str], Footprint]
-"""The footprint of a model on a kind of device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,37 +145,28 @@ def _start(spec: InstanceSpec, now: FleetNow) -> list[PlannedWorker]:
     """Start the workers of an instance, each once the one before it has its memory or was refused it."""
     if now.rehearsal is not None:
         now.rehearsal.begin(spec.name, terms_of(spec))
-    beside: Counter[str] = Counter()
-    beside_hosts: Counter[str] = Counter()
-    workers = [
-        _start_one(spec, replica, beside, beside_hosts, now) for replica in range(replica_count(spec, now.inventory))
-    ]
+    beside: list[Place] = []
+    workers = [_start_one(spec, replica, beside, now) for replica in range(replica_count(spec, now.inventory))]
     if now.rehearsal is not None:
         now.rehearsal.end(spec.name, any(worker.outcome == STARTS for worker in workers))
     return workers
 
 
-def _start_one(
-    spec: InstanceSpec, replica: int, beside: Counter[str], beside_hosts: Counter[str], now: FleetNow
-) -> PlannedWorker:
+def _start_one(spec: InstanceSpec, replica: int, beside: list[Place], now: FleetNow) -> PlannedWorker:
     """Place one worker, and reserve its memory as if it had loaded; models on demand may be evicted for it."""
-    needed = now.footprint(spec, card_kind(now.inventory)).device_bytes
-    others = others_in(now.inventory, now.ledger, now.alive, needed, beside, beside_hosts)
+    others = others_in(spec, now.inventory, now.ledger, now.alive, now.footprint, beside)
     try:
-        card = place(spec, now.inventory, others)
-        host = card.node if card else cpu_host(spec, now.inventory, others)
+        where, kind = decide(spec, now.inventory, others)
     except TeimgrError as error:
         return PlannedWorker(instance=spec.name, replica=replica, outcome=REFUSED, reason=error.message)
-    where = Place(host, card.uuid if card else None)
-    footprint = now.footprint(spec, device_kind(card))
+    footprint = now.footprint(spec, kind)
     relief = Relief(again=True)
     while True:
         found = reserve(now.ledger, spec.name, replica, footprint, where)
         if isinstance(found, Reservation):
             now.ledger.settle(found, footprint)
-            now.alive[host] += 1
-            beside.update([card.uuid] if card else [])
-            beside_hosts.update([host] if host else [])
+            now.alive[where.host] += 1
+            beside.append(where)
             return _worker(found, STARTS, now.inventory)
         if now.rehearsal is None or not relief.again:
             break

@@ -10,19 +10,18 @@ moment, and the memory must hold both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from teimgr.control.ledger.admission import reserve
-from teimgr.control.ledger.ledger import Footprint, Ledger, Place, Refusal
+from teimgr.control.ledger.ledger import Footprint, Ledger, Place, Shortage
 from teimgr.control.ledger.system_memory import mib
+from teimgr.control.placement.decision import FootprintOf, Others, decide, others_in
 from teimgr.control.placement.gpus import Inventory
-from teimgr.control.placement.planner import Others, card_kind, cpu_host, device_kind, others_in, place
 from teimgr.errors import TeimgrError
 from teimgr.spec import InstanceSpec
 
 PLANNED, MOVED, FAILED = "planned", "moved", "failed"
-FootprintOf = Callable[[InstanceSpec, str], Footprint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +96,18 @@ class _Fleet:
         spec, here = worker.spec, worker.place
         if worker.fixed or spec.placement == "pack":
             return worker.fixed or "placement = 'pack' keeps the workers of a host together"
-        others = self._others(worker, footprint(spec, card_kind(self.inventory)).device_bytes)
+        others = self._others(worker, footprint)
         try:
-            card = place(spec, self.inventory, others)
-            host = card.node if card else cpu_host(spec, self.inventory, others)
+            there, kind = decide(spec, self.inventory, others)
         except TeimgrError as error:
             return error.message
-        there = Place(host, card.uuid if card else None)
         if there == here:
             return "it is where it would be placed now"
-        takes = footprint(spec, device_kind(card))
+        takes = footprint(spec, kind)
         if not (reason := self._gain(here, there, takes, others)):
             return "no other place would be better off with it"
         found = reserve(self.ledger, spec.name, worker.replica, takes, there)
-        if isinstance(found, Refusal):
+        if isinstance(found, Shortage):
             return f"no room while it still runs here: {found.reason}"
         self.ledger.settle(found, takes)
         for held in self.ledger.held_by(spec.name):
@@ -121,7 +118,7 @@ class _Fleet:
         self.places[spec.name, worker.replica] = there
         return Move(worker, there, reason)
 
-    def _others(self, worker: Placed, needed: int) -> Others:
+    def _others(self, worker: Placed, footprint: FootprintOf) -> Others:
         """The fleet without a worker, as a new one of it finds it."""
         without = self.ledger.copy()
         for held in without.held_by(worker.spec.name):
@@ -134,9 +131,7 @@ class _Fleet:
         ]
         alive = self.alive.copy()
         alive[worker.place.host] -= 1
-        on_cards = Counter(where.gpu for where in beside if where.gpu is not None)
-        on_hosts = Counter(where.host for where in beside if where.host)
-        return others_in(self.inventory, without, alive, needed, on_cards, on_hosts)
+        return others_in(worker.spec, self.inventory, without, alive, footprint, beside)
 
     def _gain(self, here: Place, there: Place, takes: Footprint, others: Others) -> str:
         """What the fleet gains by a move, in words; empty for nothing."""

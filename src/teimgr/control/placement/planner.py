@@ -1,10 +1,12 @@
-"""Placement of workers (host, GPU or CPU, replicas, CPU threads, batch tokens) and the making of their `WorkerSpec`."""
+"""Placement of workers, the bounds of loads at a time, and the making of `WorkerSpec`: threads, batch tokens."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, KeysView, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from teimgr.config.instance_keys import parse
@@ -15,10 +17,10 @@ from teimgr.control.ledger.footprints import Footprints, figures_path
 from teimgr.control.ledger.ledger import Ledger, Place
 from teimgr.control.ledger.prediction import CONTEXT_BYTES
 from teimgr.control.ledger.system_memory import free_memory_bytes, host_memory, memory_label
-from teimgr.control.placement.fleet_load import FleetCounts, LoadSlots
-from teimgr.control.placement.gpus import Gpu, Inventory, InventorySource
-from teimgr.control.placement.hosts import Host, allows, best_host, candidates
-from teimgr.errors import InvalidGpuId, NoHost, TeimgrError, ValidationError
+from teimgr.control.placement.decision import Others, decide, device_kind, only_at, others_in, place, replica_count
+from teimgr.control.placement.gpus import Inventory, InventorySource
+from teimgr.control.placement.hosts import Host, allows
+from teimgr.errors import NoHost, TeimgrError
 from teimgr.spec import KEYS, WORKER_KEYS, Change, CpuThreads, InstanceSpec, WorkerSpec
 
 _LOADS_PER_CARD = 4  # more only compete for the disk and the bus
@@ -31,20 +33,68 @@ _WITH_DEFAULTS = ("token_inputs", "token_encoding")  # keys of an instance whose
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
-@dataclass(frozen=True, slots=True)
-class Others:
-    """The workers beside which a new one is placed.
+class FleetCounts:
+    """The number of live workers by host; `set` is called when an instance changes."""
 
-    `alive` counts the workers that share the cores of each host, the new one included where it has a host already;
-    a fleet of one host has the name "". `free` has what the ledger has left of each card by GPU UUID, `needed` what the
-    worker takes of one; `beside` and `beside_hosts` count the other replicas of the instance, by GPU UUID and by host.
+    def __init__(self) -> None:
+        self.alive: Counter[str] = Counter()
+        self._instances: dict[str, Counter[str]] = {}  # those with live workers
+
+    @property
+    def instances(self) -> KeysView[str]:
+        """The names of those with live workers."""
+        return self._instances.keys()
+
+    def set(self, name: str, alive: Counter[str]) -> None:
+        """Count the workers of an instance again."""
+        before = self._instances.pop(name, Counter[str]())
+        self.alive.update(alive)
+        self.alive.subtract(before)
+        if alive:
+            self._instances[name] = alive
+
+
+class LoadSlots:
+    """Bounds the workers that load at the same time on a device, first come first served; one always may.
+
+    After a reboot all would else start at once, run out of memory, and out of time. `limit` gives the number for the
+    UUID of a card, or for None, the CPU.
     """
 
-    alive: Mapping[str, int] = field(default_factory=dict)
-    free: Mapping[str, int] = field(default_factory=dict)
-    beside: Mapping[str, int] = field(default_factory=dict)
-    beside_hosts: Mapping[str, int] = field(default_factory=dict)
-    needed: int = 2 << 30
+    def __init__(self, limit: Callable[[str | None], int]) -> None:
+        self._limit = limit
+        self._loading: Counter[str | None] = Counter()
+        self._waiting: defaultdict[str | None, deque[asyncio.Future[None]]] = defaultdict(deque)
+
+    async def take(self, gpu: str | None) -> None:
+        """Return when a worker may load; `give_back` must follow."""
+        waiting = self._waiting[gpu]
+        if not waiting and self._fits(gpu):
+            self._loading[gpu] += 1
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting.append(granted)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if not granted.cancelled():
+                self.give_back(gpu)
+            elif granted in waiting:
+                waiting.remove(granted)
+            raise
+
+    def give_back(self, gpu: str | None) -> None:
+        """Return a slot, which the next may have."""
+        self._loading[gpu] -= 1
+        waiting = self._waiting[gpu]
+        while waiting and self._fits(gpu):
+            granted = waiting.popleft()
+            if not granted.done():  # else its taker was cancelled just now
+                self._loading[gpu] += 1
+                granted.set_result(None)
+
+    def _fits(self, gpu: str | None) -> bool:
+        return self._loading[gpu] < max(1, self._limit(gpu))
 
 
 class Planner:
@@ -108,16 +158,15 @@ class Planner:
             InvalidConfig: an extra argument cannot be parsed.
         """
         inventory = self.inventory if destination is None else only_at(self.inventory, destination)
-        gpu = place(spec, inventory, others)
-        host = gpu.node if gpu else cpu_host(spec, inventory, others)
+        (host, gpu), _ = decide(spec, inventory, others)
         threads = spec.threads or self.share(others.alive.get(host, 0), host).own
-        return worker_spec(spec, self._settings, gpu.uuid if gpu else None, threads, replica, host)
+        return worker_spec(spec, self._settings, gpu, threads, replica, host)
 
-    def others(self, spec: InstanceSpec, beside: Mapping[str, int], beside_hosts: Mapping[str, int]) -> Others:
+    def others(self, spec: InstanceSpec, beside: Sequence[Place]) -> Others:
         """The workers of the fleet as one more of `spec` finds them."""
-        needed = self.memory.footprints.known(spec, card_kind(self.inventory)).device_bytes
-        found = others_in(self.inventory, self.memory.ledger, self.counts.alive, needed, beside, beside_hosts)
-        return replace(found, free={card: free - self.memory.claimed(card) for card, free in found.free.items()})
+        memory = self.memory
+        known = memory.footprints.known
+        return others_in(spec, self.inventory, memory.ledger, self.counts.alive, known, beside, memory.claimed)
 
     def model_roots(self, spec: InstanceSpec) -> tuple[str, ...] | None:
         """The folders below which its model has to be, where that is a directory."""
@@ -216,96 +265,6 @@ def worker_spec(
         made = replace(made, safetensors_only=True)
     flags = parse(spec.extra_args)
     return replace(made, auto_truncate_given="auto_truncate" in flags, **flags)
-
-
-def place(spec: InstanceSpec, inventory: Inventory, others: Others | None = None) -> Gpu | None:
-    """The card for one more worker of `spec`; None means the CPU, where no host that fits has a card.
-
-    Without a `gpu_id`, the cards on the hosts with the fewest other replicas are preferred, then those with the fewest
-    themselves, among them the one with the most spare memory. To "pack" is to prefer the hosts with the most replicas,
-    and the fullest card that has room for a loading worker.
-
-    Raises:
-        InvalidGpuId: `gpu_id` is not one of the cards.
-        NoHost: none of the hosts fits.
-        ValidationError: it names a host or labels in a fleet of one host.
-    """
-    others, cards = others or Others(), inventory.gpus
-    if not inventory.hosts and (spec.node is not None or spec.labels):
-        raise ValidationError("node and labels name hosts of a cluster, and the daemon has none ([cluster] address)")
-    if inventory.hosts:
-        fitting = {host.name for host in candidates(spec, inventory.hosts)}
-        cards = tuple(card for card in cards if card.node in fitting)
-    if spec.gpu_id is not None:
-        named = tuple(gpu for gpu in cards if gpu.index == spec.gpu_id)
-        if not named:
-            raise InvalidGpuId(spec.gpu_id, sorted({gpu.index for gpu in cards}), inventory.reason)
-        cards = named
-
-    def spare_bytes(gpu: Gpu) -> int:
-        return others.free.get(gpu.uuid, gpu.memory_free_bytes)
-
-    def spread(gpu: Gpu) -> tuple[int, ...]:
-        return -others.beside_hosts.get(gpu.node, 0), -others.beside.get(gpu.uuid, 0), spare_bytes(gpu)
-
-    def pack(gpu: Gpu) -> tuple[int, ...]:
-        has_room = spare_bytes(gpu) >= others.needed
-        crowd = others.beside_hosts.get(gpu.node, 0), others.alive.get(gpu.node, 0)
-        return (has_room, *crowd, -others.beside.get(gpu.uuid, 0), -spare_bytes(gpu))
-
-    return max(cards, key=pack if spec.placement == "pack" else spread, default=None)
-
-
-def only_at(inventory: Inventory, where: Place) -> Inventory:
-    """The part of the inventory that one place is. Raises NoHost: it is not there."""
-    cards = tuple(card for card in inventory.gpus if card.uuid == where.gpu)
-    hosts = tuple(host for host in inventory.hosts if host.name == where.host)
-    if (where.gpu is not None and not cards) or (where.host and not hosts):
-        raise NoHost(f"{where.gpu or where.host} is not there any more")
-    return replace(inventory, gpus=cards, hosts=hosts)
-
-
-def device_kind(card: Gpu | None) -> str:
-    """The kind of device that a measured footprint is of: "cpu", or the name of the card."""
-    return "cpu" if card is None else card.name or "gpu"
-
-
-def card_kind(inventory: Inventory) -> str:
-    """The kind of the first card, "cpu" without one."""
-    return device_kind(next(iter(inventory.gpus), None))
-
-
-def others_in(
-    inventory: Inventory,
-    memory: Ledger,
-    alive: Mapping[str, int],
-    needed: int,
-    beside: Mapping[str, int],
-    beside_hosts: Mapping[str, int],
-) -> Others:
-    """The workers that a new one finds, by a ledger; a card of unknown size has less the more is reserved on it."""
-    left = {gpu.uuid: memory.free(gpu.uuid) for gpu in inventory.gpus}
-    free = {uuid: -memory.reserved(uuid) if bytes_left is None else bytes_left for uuid, bytes_left in left.items()}
-    return Others(alive, free, beside, beside_hosts, needed)
-
-
-def cpu_host(spec: InstanceSpec, inventory: Inventory, others: Others) -> str:
-    """The host for one more worker of `spec` on the CPU; "" in a fleet of one host.
-
-    Raises:
-        NoHost: none of the hosts fits.
-    """
-    if not inventory.hosts:
-        return ""
-    return best_host(spec, candidates(spec, inventory.hosts), others.alive, others.beside_hosts).name
-
-
-def replica_count(spec: InstanceSpec, inventory: Inventory) -> int:
-    """The number of workers; "per-gpu" is one for each card of the hosts that fit, and at least one."""
-    if spec.replicas != "per-gpu":
-        return spec.replicas
-    hosts = {host.name for host in inventory.hosts if allows(spec, host.name, inventory.hosts)}
-    return max(1, sum(not inventory.hosts or gpu.node in hosts for gpu in inventory.gpus))
 
 
 def _bytes(mib: int | None) -> int | None:

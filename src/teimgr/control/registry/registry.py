@@ -14,8 +14,9 @@ from teimgr.config.instance_keys import key_faults
 from teimgr.config.instance_limits import check_allowed
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher
+from teimgr.control.placement.decision import place
 from teimgr.control.placement.gpus import GpuInventory
-from teimgr.control.placement.planner import place, usable_cores, worker_spec
+from teimgr.control.placement.planner import usable_cores, worker_spec
 from teimgr.control.registry import cache as disk
 from teimgr.control.registry.cache import HubCache, Snapshot
 from teimgr.control.registry.download import Download

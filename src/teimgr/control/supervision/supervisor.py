@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -517,11 +516,9 @@ class Supervisor(LifecycleTask):
         planner = self._context.planner
         await planner.refresh()
         await planner.memory.look(self.spec, planner.model_roots(self.spec))
-        others = [each.place for each in self._owner.siblings_of(self) if each.place is not None]
-        beside = Counter(each.gpu for each in others if each.gpu is not None)
-        beside_hosts = Counter(each.host for each in others if each.host)
+        beside = [each.place for each in self._owner.siblings_of(self) if each.place is not None]
         destination, self._destination = self._destination, None
-        spec = planner.plan(self.spec, self.number, planner.others(self.spec, beside, beside_hosts), destination)
+        spec = planner.plan(self.spec, self.number, planner.others(self.spec, beside), destination)
         spec = replace(spec, restarts=self._replica.restarts)
         self.place = Place(spec.host, spec.gpu)
         if (self.host, self.gpu) != self.place:
