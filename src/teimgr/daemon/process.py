@@ -120,8 +120,12 @@ class Daemon:
         self.policy = PolicyInForce(policy_of(settings.auth))
         self.events = EventLog()
         self.event_file = EventFile(events_path(settings.state_file))
-        # Processes: workers and muxes
-        gpus = GpuInventory()
+        self._build_processes(configuration, source)
+        self._build_http()
+
+    def _build_processes(self, configuration: Configuration, source: Source) -> None:
+        """What starts and watches workers and muxes."""
+        settings, gpus, leaving = self.settings, GpuInventory(), LeavingHosts()
         options = LocalOptions(
             run_dir=settings.run_dir,
             log_dir=settings.log_dir,
@@ -130,19 +134,17 @@ class Daemon:
         )
         local = LocalLauncher(options)
         self.launcher: Launcher = local
-        inventory: InventorySource = gpus
-        leaving = LeavingHosts()
+        self.inventory: InventorySource = gpus
         self.cluster = open_cluster(settings, local, gpus, self.directory, leaving)
         if self.cluster is not None:
-            self.launcher, inventory = self.cluster.launcher, self.cluster.inventory
-        identity = self.cluster.identity if self.cluster else None
+            self.launcher, self.inventory = self.cluster.launcher, self.cluster.inventory
         self.preflight = Preflight(settings.gpu_preflight, gpus, local.nursery.build)
         self.manager = Manager(
             settings,
             self.launcher,
             self.directory,
             Store(settings.state_file),
-            inventory,
+            self.inventory,
             self.metrics,
             events=self.events,
             leaving=leaving,
@@ -159,7 +161,11 @@ class Daemon:
         self.registry = Registry(settings, local, gpus, self.metrics, self.manager.list, booted=self.manager.booted)
         self.reloader = Reloader(source, configuration, self.manager, self._apply, self.events)
         self.config_watch = ConfigWatch(source.file, settings.config_watch_secs, self.reloader)
-        # HTTP
+
+    def _build_http(self) -> None:
+        """What REST, gateway and page answer with, and the application of them."""
+        settings = self.settings
+        identity = self.cluster.identity if self.cluster else None
         self.tls = RestTls(settings.tls_files)
         self.gateway = Gateway(
             settings,
@@ -173,7 +179,7 @@ class Daemon:
         self.manager.follow(self.gateway.on_change)
         self.batches = Batches(settings, self.gateway, self.policy, self.metrics) if settings.batches.enabled else None
         self.webhooks = Webhooks(self.events)
-        self.gpu_report = GpuReport(inventory, self.manager.list, self._mux_states)
+        self.gpu_report = GpuReport(self.inventory, self.manager.list, self._mux_states)
         self.scraper = Scraper(self.directory, identity=identity)
         self.scaling_figures = KeptFile(kept_path(settings.state_file))
         self.autoscaler = Autoscaler(self.manager, self.scraper.stats, self.scaling_figures)
@@ -181,20 +187,21 @@ class Daemon:
             self.manager,
             self.scraper.stats,
             self.manager.memory,
-            inventory,
+            self.inventory,
             self.scaling_figures,
             self.autoscaler.pays,
         )
-        self.metrics.sources.extend((self.scraper.page, self.gpu_report.page, self.tenants.page, self.autoscaler.page))
-        if self.cluster is not None:
-            self.metrics.sources.append(self.cluster.forwarding.page)
-        if self.batches is not None:
-            self.metrics.sources.append(self.batches.page)
         folders = {"state_file": settings.state_file.parent, "log_dir": settings.log_dir, "run_dir": settings.run_dir}
         folders["models"] = default_cache_folder()
         self.disks = DiskWatch({name: path.absolute() for name, path in folders.items()})
-        self.metrics.sources.extend((self.disks.page, self.tls.page))
-        self.page = Page(settings, self.manager, self.scraper, inventory) if settings.page else None
+        parts = (self.scraper, self.gpu_report, self.tenants, self.autoscaler, self.disks, self.tls)
+        others = (self.cluster.forwarding if self.cluster else None, self.batches)
+        self.metrics.sources.extend(part.page for part in (*parts, *others) if part is not None)
+        self.page = Page(settings, self.manager, self.scraper, self.inventory) if settings.page else None
+        self._build_app()
+
+    def _build_app(self) -> None:
+        settings = self.settings
         self.app = create_app(
             self.manager,
             settings,
@@ -209,7 +216,11 @@ class Daemon:
             advisor=self.advisor,
             policy=self.policy,
             event_log=self.events,
-            live_probe=FleetProber(self.directory, float(settings.health_probe_timeout_secs), identity),
+            live_probe=FleetProber(
+                self.directory,
+                float(settings.health_probe_timeout_secs),
+                self.cluster.identity if self.cluster else None,
+            ),
             reloader=self.reloader,
             telemetry=self.telemetry,
             batches=self.batches,
@@ -288,15 +299,10 @@ class Daemon:
                     self.tenants.running(),
                     self.config_watch.running(),
                 ):
-                    addresses = {"rest": f"{self.settings.api_host}:{self.settings.api_port}"}
-                    if self.settings.grpc_enabled:
-                        addresses["grpc"] = f"{self.settings.grpc_host}:{self.settings.grpc_port}"
-                    sockets = {name: getattr(self.settings, name) for name in ("api_socket", "grpc_socket")}
-                    addresses |= {name: str(path) for name, path in sockets.items() if path is not None}
                     collect_garbage_rarely()
                     MemoryReturn()
                     renewing = asyncio.create_task(self._renew(), name="processes of another version")
-                    log.info("daemon ready", extra={"version": __version__, **addresses})
+                    log.info("daemon ready", extra={"version": __version__, **self._addresses()})
                     async with self.notifier.serving(f"{len(self.manager.list())} instances"):
                         await self.stopping.wait()
                     if self.succession.is_taking_over:
@@ -304,14 +310,20 @@ class Daemon:
                     self._stop_began = asyncio.get_running_loop().time()
                     self.events.close()  # ends the long requests that follow events or wait for a download
                     await self.registry.close()
-                    residence.cancel()
-                    scaling.cancel()
-                    advising.cancel()
-                    disks.cancel()
-                    renewing.cancel()
+                    for task in (residence, scaling, advising, disks, renewing):
+                        task.cancel()
         finally:
             await self._stop()
         return 0
+
+    def _addresses(self) -> dict[str, str]:
+        """Where it listens, for the line of its log that says so."""
+        settings = self.settings
+        found = {"rest": f"{settings.api_host}:{settings.api_port}"}
+        if settings.grpc_enabled:
+            found["grpc"] = f"{settings.grpc_host}:{settings.grpc_port}"
+        sockets = {name: getattr(settings, name) for name in ("api_socket", "grpc_socket")}
+        return found | {name: str(path) for name, path in sockets.items() if path is not None}
 
     @contextlib.asynccontextmanager
     async def _health_port(self, sock: socket.socket | None) -> AsyncIterator[Listener | None]:

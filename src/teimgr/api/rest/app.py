@@ -12,11 +12,12 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI, Request
+from starlette.datastructures import State
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute
@@ -205,57 +206,59 @@ def create_app(
     app.state.logs = log_sources or FleetLogs(LocalLogs(settings.log_dir))
     app.state.restarter = restarter
     app.state.events, app.state.live_probe, app.state.reloader = event_log, live_probe, reloader
-    for router, is_there in (
-        (instances.router, True),
-        (fleet.router, True),
-        (plan.router, True),
-        (rebalance.router, True),
-        (logs.router, True),
-        (probes.router, True),
-        (docs, True),
-        (error_help.router, True),
-        (events.router, event_log is not None),
-        (config.router, reloader is not None),
-        (daemon.router, restarter is not None),
-        (models.router, registry is not None),
-        (gpus.router, gpu_report is not None),
-        (usage.router, tenants is not None),
-        (scaling.router, autoscaler is not None),
-        (recommendations.router, advisor is not None),
-        (hosts.router, True),
-        (files.router, batches is not None),
-        (batch_routes.router, batches is not None),
-    ):
-        if is_there:
-            # Not `include_router`, which makes every route again at the first request: 0.2 s that this caller waits.
-            app.router.routes.extend(router.routes)
+    for router in _routers(app.state):
+        # Not `include_router`, which makes every route again at the first request: 0.2 s that this caller waits.
+        app.router.routes.extend(router.routes)
     if gateway is not None:
         app.router.routes.extend(gateway.routes())
         describe(app)
     if page is not None:
         app.router.routes.extend(page.routes)
     error_answers.install(app)
-    # Innermost first.
+    app.state.policy = policy or PolicyInForce(policy_of(settings.auth))
+    access = Access(app.state.policy, lambda: app.state.settings, app.router.routes, page and page.sessions)
+    proxies = TrustedProxies(lambda: app.state.settings)
+    _add_middleware(app, access, proxies, page, telemetry)
+    if gateway is not None:
+        app.state.direct = Inference(gateway, Observe(app, metrics, telemetry), access, proxies)
+    return app
+
+
+def _routers(parts: State) -> Iterator[APIRouter]:
+    """Those of the parts that are there."""
+    yield from (instances.router, fleet.router, plan.router, rebalance.router, logs.router, probes.router)
+    yield from (docs, error_help.router, hosts.router)
+    for part, routers in (
+        (parts.events, (events.router,)),
+        (parts.reloader, (config.router,)),
+        (parts.restarter, (daemon.router,)),
+        (parts.registry, (models.router,)),
+        (parts.gpus, (gpus.router,)),
+        (parts.tenants, (usage.router,)),
+        (parts.autoscaler, (scaling.router,)),
+        (parts.advisor, (recommendations.router,)),
+        (parts.batches, (files.router, batch_routes.router)),
+    ):
+        yield from routers if part is not None else ()
+
+
+def _add_middleware(
+    app: FastAPI, access: Access, proxies: TrustedProxies, page: PageRoutes | None, telemetry: Telemetry | None
+) -> None:
+    """The innermost first."""
     app.add_middleware(HeadAsGet)
     app.add_middleware(LimitQuery)
     app.add_middleware(RejectEncodedSeparators)
-    policy = policy or PolicyInForce(policy_of(settings.auth))
-    app.state.policy = policy
-    access = Access(policy, lambda: app.state.settings, app.router.routes, page and page.sessions)
     app.add_middleware(Authentication, access=access, refusal=page and page.refusal)
     app.add_middleware(BoundedReplies, refuse=_refusal)
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )
     app.add_middleware(RequestTurns, refuse=_refusal)
-    if settings.ollama_port is not None:
-        app.add_middleware(OllamaPort, port=settings.ollama_port)
-    app.add_middleware(Observe, metrics=metrics, telemetry=telemetry)
-    proxies = TrustedProxies(lambda: app.state.settings)
+    if app.state.settings.ollama_port is not None:
+        app.add_middleware(OllamaPort, port=app.state.settings.ollama_port)
+    app.add_middleware(Observe, metrics=app.state.metrics, telemetry=telemetry)
     app.add_middleware(ProxyHeaders, proxies=proxies)
-    if gateway is not None:
-        app.state.direct = Inference(gateway, Observe(app, metrics, telemetry), access, proxies)
-    return app
 
 
 def _refusal(scope: Scope, error: Overloaded) -> ASGIApp:
