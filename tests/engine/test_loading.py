@@ -241,7 +241,7 @@ def test_any_exception_of_a_load_on_the_cpu_is_final(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a head of no size")
 
-    monkeypatch.setattr("teimgr.engine.loading._chosen", broken)
+    monkeypatch.setattr("teimgr.engine.loading.choose_model", broken)
 
     with pytest.raises(ModelLoadFailed, match="ZeroDivisionError: a head of no size"):
         load_parts(EngineOptions(path=model_dir("bert"), model_id="m"))

@@ -12,8 +12,8 @@ import torch
 from tests.support.card import StandInCard
 
 from teimgr.engine.batching.batch import Encoded, PackedBatch
-from teimgr.engine.budget_proof import proven_tokens
 from teimgr.engine.job import Output
+from teimgr.engine.model_choice import proven_tokens
 from teimgr.errors import OutOfDeviceMemory
 
 KNOWN = [Encoded(np.arange(5, 12, dtype=np.int32)), Encoded(np.array([3], dtype=np.int32))]

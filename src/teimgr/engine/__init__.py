@@ -17,7 +17,7 @@ known_results            results that are kept, or computed once for equal input
 images/, sounds/         files decoded and prepared, ahead of their batch
 
 A load:
-loading                  load a model from `EngineOptions`
+loading, model_choice    load a model from `EngineOptions`
 library_model,           models of transformers; first modules of a model's own code; routes by role; own copies of code
 own_reader, routes,      that transformers does not have
 own_models/
@@ -34,7 +34,6 @@ native/,                 the C library, and its loading
 native_library
 attention_kernel,        attention by it alone; a model's own forward recorded and lowered to a list of its steps
 native_forward/
-gpu, gpu_choice,         what is otherwise on a GPU: dtypes and layouts, kernels and graphs, the proof that batches fit
-gpu_kernels/,
-budget_proof
+gpu, gpu_choice,         what is otherwise on a GPU: dtypes and layouts, kernels and graphs
+gpu_kernels/
 """

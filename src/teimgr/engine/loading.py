@@ -7,28 +7,20 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from teimgr.engine import gpu
-from teimgr.engine.backbone import Batching, StaticTable, Transformer
-from teimgr.engine.batching.batch import Encoded
+from teimgr.engine.backbone import Batching, StaticTable
 from teimgr.engine.batching.queue import BatchLimits
-from teimgr.engine.budget_proof import proven_tokens
 from teimgr.engine.fidelity.dtype_speed import risk_of_fewer_bits
-from teimgr.engine.fidelity.fidelity_gate import Choice, choose, probe_inputs
-from teimgr.engine.fidelity.reference_cache import ReferenceCache, reference_key
-from teimgr.engine.gpu_choice import choose_on_gpu
-from teimgr.engine.gpu_kernels import forward_graphs
-from teimgr.engine.gpu_kernels.forward_graphs import graphs_are_wanted, queries
+from teimgr.engine.fidelity.fidelity_gate import Choice, probe_inputs
 from teimgr.engine.job import Output
-from teimgr.engine.model import Model, load_model, name_of
-from teimgr.engine.routes import RoutedModel
+from teimgr.engine.model import Model, name_of
+from teimgr.engine.model_choice import DTYPES, EngineOptions, choose_model, tokens_of_a_batch, with_queries
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.space import SpaceDigest, precision_class
 from teimgr.engine.text.tokenizer import Prompts, TextTokenizer
@@ -37,23 +29,17 @@ from teimgr.engine.text.tokenizer_library import is_panic, tokenizer_faults
 from teimgr.errors import InvalidConfig, ModelLoadFailed, TeimgrError
 from teimgr.models.directory import check_safetensors
 from teimgr.models.gguf_head import HEADS
-from teimgr.models.layout import Backbone, Layout
+from teimgr.models.layout import Layout
 from teimgr.models.reading import read_layout, refuse_warnings
 from teimgr.models.weight_sizes import check_tensors
 from teimgr.spec import CPU_BATCH_TOKENS, CPU_TEMPORARY_BYTES, CUT_TEXTS, LoadedModel
 
+__all__ = ["EngineOptions", "EngineParts", "load_parts"]
+
 log = logging.getLogger(__name__)
 
-_DTYPES = {
-    "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int8": torch.int8,
-}
 # What a host lacks at times: the same load may succeed later. Any other exception on a CPU would be raised again.
 _MAY_PASS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ENOSPC)
-_HOST = torch.device("cpu")
 _TABLE_BATCH_TOKENS = 8192  # of an embedding table: a batch costs more than its tokens do
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
 _MIN_BATCH_TOKENS = 256
@@ -67,44 +53,6 @@ _MAX_BULK_TOKENS_BESIDE_INTERACTIVE = 4096
 # A `max_batch_tokens` below both this and the model's length is refused unless `cuts_texts` is True.
 _FEW_TOKENS = 512
 _VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that a model has gives its dimension
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """What to load and where.
-
-    `device` is "cpu" or "cuda" (the one visible GPU); `core_load` is the file of `core_load.CoreLoad`, `references` the
-    folder of `reference_cache`, `spaces` that of `space`, if any; `max_queued_tokens` is per lane, `cache_bytes` of
-    `known_results`. `model_sha` is the requested revision, `commit` what it resolved to; both only go into
-    `LoadedModel`. `code` goes there too, and into the space. `cuts_texts`: whether texts may be cut to a
-    `max_batch_tokens` below the model's length; None: to no fewer than `_FEW_TOKENS`. `code_revision` is of the other
-    repositories that the code of a trusted model is in.
-    """
-
-    path: Path
-    model_id: str
-    model_sha: str | None = None
-    commit: str | None = None
-    device: str = "cpu"
-    dtype: str = "auto"
-    pooling: str | None = None
-    kind: str | None = None
-    trust_remote_code: bool = False
-    code_revision: str | None = None
-    code: tuple[str, ...] = ()
-    strict_model_files: bool = False
-    safetensors_only: bool = False
-    threads: int = 1
-    core_load: Path | None = None
-    references: Path | None = None
-    spaces: Path | None = None
-    max_batch_tokens: int = 16384
-    cuts_texts: bool | None = True
-    max_batch_requests: int | None = None
-    max_queued_tokens: int = 2_000_000
-    cache_bytes: int = 0
-    default_prompt_name: str | None = None
-    default_prompt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,29 +97,11 @@ def load_parts(options: EngineOptions) -> EngineParts:
 
 def _load(options: EngineOptions) -> EngineParts:
     began = time.monotonic()
-    if options.dtype not in _DTYPES:
-        raise InvalidConfig(f"dtype {options.dtype!r} is not one of {', '.join(_DTYPES)}")
+    if options.dtype not in DTYPES:
+        raise InvalidConfig(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
     device = torch.device(options.device)
-    # Set before any tensor operation, as a forked child has no thread pool yet. On a CPU one thread: the few probe
-    # inputs gain nothing from a second one, while on a busy machine every step would wait for it. For a GPU the host
-    # computes the reference of models of any size.
-    torch.set_num_threads(options.threads if gpu.is_gpu(device) else 1)
-    if gpu.is_gpu(device):
-        gpu.prepare_process(options.threads)
-    else:
-        os.environ.setdefault("RAYON_NUM_THREADS", str(options.threads))  # the tokenizer's threads
-    layout = read_layout(
-        options.path,
-        options.pooling,
-        kind=options.kind,
-        trust_remote_code=options.trust_remote_code,
-        strict=options.strict_model_files,
-    )
-    layout = layout.at_code_revision(options.code_revision)
-    if options.safetensors_only:
-        check_safetensors(layout.root, layout.weights)
-        layout = replace(layout, safetensors_only=True)
-    check_tensors(layout)
+    _set_threads(device, options.threads)
+    layout = _read(options)
     prompts = Prompts(layout, options.default_prompt_name, options.default_prompt)
     with tokenizer_faults(layout):
         tokenizer = _tokenizer(layout, options.max_batch_tokens)
@@ -188,57 +118,24 @@ def _load(options: EngineOptions) -> EngineParts:
     space = SpaceDigest(layout, tokenizer, prompts, of_others, options.threads, options.spaces)
     space.begin()
     try:
-        model, choice = _chosen(layout, device, options, inputs)
+        model, choice = choose_model(layout, device, options, inputs)
         warnings = (*_fewer_bits(model, choice, options), *warnings)
-        max_batch_tokens = _proven(model, choice, device, inputs, options.max_batch_tokens, tokenizer.max_length)
+        tokens = tokens_of_a_batch(model, choice, device, inputs, options.max_batch_tokens, tokenizer.max_length)
         if layout.query_route is not None:
-            model, choice, max_batch_tokens = _with_queries(
-                model, choice, layout, device, options, tokenizer.of_queries, max_batch_tokens
-            )
+            model, choice, tokens = with_queries(model, choice, layout, device, options, tokenizer.of_queries, tokens)
     except RuntimeError as error:
         gpu.raise_if_the_devices(error, device)
         raise
     if layout.reads_files:
         _begin_pictures(model, tokenizer, choice.dtype, is_requested=options.dtype != "auto")
     return_freed_memory()
-    served = model.outputs if layout.listwise is None else frozenset({Output.SCORES})
-    width = next((model.widths[output] for output in _VECTORS if output in served), 0)
-    cut = layout.dimensions if Output.DENSE in model.outputs else None
-    info = LoadedModel(
-        model_id=options.model_id,
-        model_sha=options.model_sha,
-        dtype=name_of(choice.dtype),
-        device=options.device,
-        kind=layout.kind.value,
-        pooling=layout.pooling,
-        dimension=width if cut is None else min(cut, width),
-        most_dimensions=0 if cut is None else width,
-        max_input_length=tokenizer.max_length,
-        max_batch_tokens=max_batch_tokens,
-        batching="packed" if model.is_packed else "equal-length",
+    info = replace(
+        _info(options, layout, model, choice, tokenizer.max_length, tokens),
         prompts=prompts.names,
         default_prompt_name=prompts.default_name,
-        outputs=tuple(output.value for output in Output if output in served),
-        labels=() if layout.scoring is None else layout.scoring.labels,
-        activation=None if layout.scoring is None else layout.scoring.activation,
-        multi_vector_dimension=model.widths.get(Output.MULTI_VECTOR, 0),
-        token_dimension=model.widths.get(Output.TOKENS, 0),
-        commit=options.commit,
         load_s=round(time.monotonic() - began, 3),
-        attention=_attention(model, choice.batching),
-        forward="native" if choice.batching is Batching.NATIVE else "library",
-        mean_cosine=round(choice.closeness.mean_cosine, 6),
-        min_cosine=round(choice.closeness.min_cosine, 6),
         warnings=warnings,
-        code=options.code,
-        listwise=layout.listwise is not None,
-        has_routes=layout.has_routes,
         space=space.result(),
-        precision=precision_class(name_of(choice.dtype)),
-        fused=layout.chat is not None and layout.chat.fuses,
-        modalities=layout.modalities,
-        dtype_reason=_reason(choice, options),
-        dtype_candidates=_candidates(choice),
     )
     log.info(
         "%s on %s in %s, %s (attention: %s), cosine to float32 on known texts: mean %.6f, lowest %.6f, "
@@ -253,8 +150,78 @@ def _load(options: EngineOptions) -> EngineParts:
         choice.closeness.score_difference,
         info.load_s,
     )
-    limits = _limits(replace(options, max_batch_tokens=max_batch_tokens), model)
+    limits = _limits(replace(options, max_batch_tokens=tokens), model)
     return EngineParts(layout, tokenizer, prompts, model, limits, _serial_tokens(model), info)
+
+
+def _set_threads(device: torch.device, threads: int) -> None:
+    """Before any tensor operation, as a forked child has no thread pool yet.
+
+    On a CPU one thread: the few probe inputs gain nothing from a second one, while on a busy machine every step would
+    wait for it. For a GPU the host computes the reference of models of any size.
+    """
+    torch.set_num_threads(threads if gpu.is_gpu(device) else 1)
+    if gpu.is_gpu(device):
+        gpu.prepare_process(threads)
+    else:
+        os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # the tokenizer's threads
+
+
+def _read(options: EngineOptions) -> Layout:
+    """The model's files, as far as they are read without its weights."""
+    layout = read_layout(
+        options.path,
+        options.pooling,
+        kind=options.kind,
+        trust_remote_code=options.trust_remote_code,
+        strict=options.strict_model_files,
+    )
+    layout = layout.at_code_revision(options.code_revision)
+    if options.safetensors_only:
+        check_safetensors(layout.root, layout.weights)
+        layout = replace(layout, safetensors_only=True)
+    check_tensors(layout)
+    return layout
+
+
+def _info(
+    options: EngineOptions, layout: Layout, model: Model, choice: Choice, longest: int, tokens: int
+) -> LoadedModel:
+    """What follows from the model; it reads `longest` tokens of a text and computes `tokens` of a batch."""
+    served = model.outputs if layout.listwise is None else frozenset({Output.SCORES})
+    width = next((model.widths[output] for output in _VECTORS if output in served), 0)
+    cut = layout.dimensions if Output.DENSE in model.outputs else None
+    return LoadedModel(
+        model_id=options.model_id,
+        model_sha=options.model_sha,
+        dtype=name_of(choice.dtype),
+        device=options.device,
+        kind=layout.kind.value,
+        pooling=layout.pooling,
+        dimension=width if cut is None else min(cut, width),
+        most_dimensions=0 if cut is None else width,
+        max_input_length=longest,
+        max_batch_tokens=tokens,
+        batching="packed" if model.is_packed else "equal-length",
+        outputs=tuple(output.value for output in Output if output in served),
+        labels=() if layout.scoring is None else layout.scoring.labels,
+        activation=None if layout.scoring is None else layout.scoring.activation,
+        multi_vector_dimension=model.widths.get(Output.MULTI_VECTOR, 0),
+        token_dimension=model.widths.get(Output.TOKENS, 0),
+        commit=options.commit,
+        attention=_attention(model, choice.batching),
+        forward="native" if choice.batching is Batching.NATIVE else "library",
+        mean_cosine=round(choice.closeness.mean_cosine, 6),
+        min_cosine=round(choice.closeness.min_cosine, 6),
+        code=options.code,
+        listwise=layout.listwise is not None,
+        has_routes=layout.has_routes,
+        precision=precision_class(name_of(choice.dtype)),
+        fused=layout.chat is not None and layout.chat.fuses,
+        modalities=layout.modalities,
+        dtype_reason=_reason(choice, options),
+        dtype_candidates=_candidates(choice),
+    )
 
 
 def _tokenizer(layout: Layout, most: int) -> TextTokenizer:
@@ -282,26 +249,6 @@ def _tokenizer(layout: Layout, most: int) -> TextTokenizer:
     return DualTokenizer(layout, max_length)
 
 
-def _load_model(layout: Layout, device: torch.device, threads: int, is_known: bool = False) -> Model:
-    if layout.sound is not None:
-        from teimgr.engine.sounds.model import load_sound_model
-
-        return load_sound_model(layout, device, threads)
-    if layout.dual is None:
-        return load_model(layout, device, is_known=is_known)
-    if layout.pages is not None:
-        from teimgr.engine.images.pages import load_page_model
-
-        return load_page_model(layout, device, threads)
-    if layout.chat is not None:
-        from teimgr.engine.images.chats import load_chat_model
-
-        return load_chat_model(layout, device, threads)
-    from teimgr.engine.images.model import load_dual_model
-
-    return load_dual_model(layout, device, threads)
-
-
 def _begin_pictures(model: Model, tokenizer: TextTokenizer, dtype: torch.dtype, *, is_requested: bool) -> None:
     from teimgr.engine.images.inputs import FileTokenizer
     from teimgr.engine.images.model import PicturedModel
@@ -311,78 +258,6 @@ def _begin_pictures(model: Model, tokenizer: TextTokenizer, dtype: torch.dtype, 
     model.check_pictures(model.use_native_layers(dtype, is_requested=is_requested))
     tokenizer.use(model.decoder)
     model.decoder.start()
-
-
-def _chosen(
-    layout: Layout, device: torch.device, options: EngineOptions, inputs: Sequence[Encoded]
-) -> tuple[Model, Choice]:
-    """The model on its device, as the gate lets it run."""
-    dtype = _DTYPES[options.dtype]
-    if not layout.reads_texts:
-        from teimgr.engine.images.alone import load_image_model
-
-        images = load_image_model(layout, options.threads)
-        return images, images.choose(device, dtype)
-    if gpu.is_gpu(device) and layout.backbone is not Backbone.STATIC:
-        model = _load_model(layout, _HOST, options.threads)
-        return model, choose_on_gpu(model, device, dtype, inputs)
-    is_whole = layout.pages is not None or layout.chat is not None or layout.query_route is not None
-    if is_whole and dtype is None:
-        dtype = torch.float32  # images go through the same layers as the texts of the gate; routes share one dtype
-    load = partial(_load_model, layout, device, options.threads)
-    return choose(load, dtype, inputs, _cache(layout, options, inputs))
-
-
-def _proven(
-    model: Model, choice: Choice, device: torch.device, inputs: Sequence[Encoded], most: int, longest: int
-) -> int:
-    """The tokens of a batch for which the memory of the device is enough; on a GPU graphs are allowed behind that."""
-    if not gpu.is_gpu(device) or not inputs:
-        return most
-    tokens = proven_tokens(model, inputs, most, longest)
-    if isinstance(model.backbone, Transformer) and choice.batching is Batching.VARLEN and graphs_are_wanted():
-        model.backbone.use_graphs(forward_graphs.CudaCapture(), queries(inputs, longest))
-    return tokens
-
-
-def _with_queries(
-    documents: Model,
-    choice: Choice,
-    layout: Layout,
-    device: torch.device,
-    options: EngineOptions,
-    tokenizer: TextTokenizer,
-    max_batch_tokens: int,
-) -> tuple[Model, Choice, int]:
-    """The model with the route of queries beside that of documents: with its transformer, or its own, which the gate
-    has let run in the same dtype; what is worse of both choices; and the tokens of a batch.
-    """
-    assert layout.query_route is not None
-    route = layout.query_route.layout
-    reads_alike = all(getattr(layout, key) == getattr(route, key) for key in _OF_READING)
-    if reads_alike and isinstance(documents.backbone, Transformer):
-        return RoutedModel(documents, documents.with_heads_of(route)), choice, max_batch_tokens
-    inputs = probe_inputs(route, tokenizer)
-    own = replace(options, dtype=name_of(choice.dtype))
-    queries, other = _chosen(route, device, own, inputs)
-    tokens = _proven(queries, other, device, inputs, max_batch_tokens, tokenizer.max_length)
-    worse = min(choice, other, key=lambda each: each.closeness.min_cosine)
-    batching = next((each.batching for each in (choice, other) if each.batching is Batching.EQUAL_LENGTH), None)
-    return RoutedModel(documents, queries), replace(worse, batching=batching or choice.batching), tokens
-
-
-# Of a layout, what the transformer and its token ids follow from.
-_OF_READING = (
-    *("transformer_dir", "weights_dir", "adapters", "backbone", "config", "max_length"),
-    *("reader", "pools_itself"),
-)
-
-
-def _cache(layout: Layout, options: EngineOptions, inputs: Sequence[Encoded]) -> ReferenceCache | None:
-    if options.references is None or options.device != "cpu":
-        return None
-    key = reference_key(layout, options.dtype, inputs)
-    return None if key is None else ReferenceCache(options.references, key)
 
 
 def _reason(choice: Choice, options: EngineOptions) -> str:

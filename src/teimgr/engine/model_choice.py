@@ -1,0 +1,221 @@
+"""The model that a load makes: its weights on the device, in the dtype that the gate allows, with the tokens of a batch
+that its memory is proven to hold, and for queries with a route of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from teimgr.engine import gpu
+from teimgr.engine.backbone import Batching, Transformer
+from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
+from teimgr.engine.batching.queue import MIN_TOKENS
+from teimgr.engine.fidelity.fidelity_gate import Choice, choose, probe_inputs
+from teimgr.engine.fidelity.reference_cache import ReferenceCache, reference_key
+from teimgr.engine.gpu_choice import choose_on_gpu
+from teimgr.engine.gpu_kernels import forward_graphs
+from teimgr.engine.gpu_kernels.forward_graphs import graphs_are_wanted, queries
+from teimgr.engine.job import Output
+from teimgr.engine.model import Model, load_model, name_of
+from teimgr.engine.routes import RoutedModel
+from teimgr.engine.runner import MAX_RESULT_BYTES
+from teimgr.engine.text.tokenizer import TextTokenizer
+from teimgr.errors import OutOfDeviceMemory
+from teimgr.models.layout import Backbone, Layout
+
+log = logging.getLogger(__name__)
+
+DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
+_HOST = torch.device("cpu")
+_SHORT_TEXT = 16  # tokens
+_BY_USE = (Output.DENSE, Output.SCORES, Output.SPARSE, Output.MULTI_VECTOR, Output.TOKENS)
+# Of a layout, what the transformer and its token ids follow from.
+_OF_READING = (
+    *("transformer_dir", "weights_dir", "adapters", "backbone", "config", "max_length"),
+    *("reader", "pools_itself"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What to load and where.
+
+    `device` is "cpu" or "cuda" (the one visible GPU); `core_load` is the file of `core_load.CoreLoad`, `references` the
+    folder of `reference_cache`, `spaces` that of `space`, if any; `max_queued_tokens` is per lane, `cache_bytes` of
+    `known_results`. `model_sha` is the requested revision, `commit` what it resolved to; both only go into
+    `LoadedModel`. `code` goes there too, and into the space. `cuts_texts`: whether texts may be cut to a
+    `max_batch_tokens` below the model's length; None: to no fewer than `_FEW_TOKENS`. `code_revision` is of the other
+    repositories that the code of a trusted model is in.
+    """
+
+    path: Path
+    model_id: str
+    model_sha: str | None = None
+    commit: str | None = None
+    device: str = "cpu"
+    dtype: str = "auto"
+    pooling: str | None = None
+    kind: str | None = None
+    trust_remote_code: bool = False
+    code_revision: str | None = None
+    code: tuple[str, ...] = ()
+    strict_model_files: bool = False
+    safetensors_only: bool = False
+    threads: int = 1
+    core_load: Path | None = None
+    references: Path | None = None
+    spaces: Path | None = None
+    max_batch_tokens: int = 16384
+    cuts_texts: bool | None = True
+    max_batch_requests: int | None = None
+    max_queued_tokens: int = 2_000_000
+    cache_bytes: int = 0
+    default_prompt_name: str | None = None
+    default_prompt: str | None = None
+
+
+def choose_model(
+    layout: Layout, device: torch.device, options: EngineOptions, inputs: Sequence[Encoded]
+) -> tuple[Model, Choice]:
+    """The model on its device, as the gate lets it run."""
+    dtype = DTYPES[options.dtype]
+    if not layout.reads_texts:
+        from teimgr.engine.images.alone import load_image_model
+
+        images = load_image_model(layout, options.threads)
+        return images, images.choose(device, dtype)
+    if gpu.is_gpu(device) and layout.backbone is not Backbone.STATIC:
+        model = _load_model(layout, _HOST, options.threads)
+        return model, choose_on_gpu(model, device, dtype, inputs)
+    is_whole = layout.pages is not None or layout.chat is not None or layout.query_route is not None
+    if is_whole and dtype is None:
+        dtype = torch.float32  # images go through the same layers as the texts of the gate; routes share one dtype
+    load = partial(_load_model, layout, device, options.threads)
+    return choose(load, dtype, inputs, _cache(layout, options, inputs))
+
+
+def _load_model(layout: Layout, device: torch.device, threads: int, is_known: bool = False) -> Model:
+    if layout.sound is not None:
+        from teimgr.engine.sounds.model import load_sound_model
+
+        return load_sound_model(layout, device, threads)
+    if layout.dual is None:
+        return load_model(layout, device, is_known=is_known)
+    if layout.pages is not None:
+        from teimgr.engine.images.pages import load_page_model
+
+        return load_page_model(layout, device, threads)
+    if layout.chat is not None:
+        from teimgr.engine.images.chats import load_chat_model
+
+        return load_chat_model(layout, device, threads)
+    from teimgr.engine.images.model import load_dual_model
+
+    return load_dual_model(layout, device, threads)
+
+
+def _cache(layout: Layout, options: EngineOptions, inputs: Sequence[Encoded]) -> ReferenceCache | None:
+    if options.references is None or options.device != "cpu":
+        return None
+    key = reference_key(layout, options.dtype, inputs)
+    return None if key is None else ReferenceCache(options.references, key)
+
+
+def tokens_of_a_batch(
+    model: Model, choice: Choice, device: torch.device, inputs: Sequence[Encoded], most: int, longest: int
+) -> int:
+    """The tokens of a batch for which the memory of the device is enough; on a GPU graphs are allowed behind that."""
+    if not gpu.is_gpu(device) or not inputs:
+        return most
+    tokens = proven_tokens(model, inputs, most, longest)
+    if isinstance(model.backbone, Transformer) and choice.batching is Batching.VARLEN and graphs_are_wanted():
+        model.backbone.use_graphs(forward_graphs.CudaCapture(), queries(inputs, longest))
+    return tokens
+
+
+def proven_tokens(model: Model, known: Sequence[Encoded], most: int, longest: int) -> int:
+    """The tokens of a batch, halved from `most` on until one of the longest texts and one of short ones fit.
+
+    Torch's allocator keeps what they took, so later batches of that size find it. The ids are those of `known`.
+
+    Raises:
+        OutOfDeviceMemory: not even `MIN_TOKENS` fit.
+        RuntimeError: torch's own, for another failure.
+    """
+    ids = np.concatenate([text.ids for text in known])
+    device, output = model.backbone.device, next(output for output in _BY_USE if output in model.outputs)
+    tokens = most
+    while True:
+        why = _failure(model, device, output, [_batch(ids, tokens, length) for length in (longest, _SHORT_TEXT)])
+        if why is None:
+            if tokens < most:
+                log.warning("batches of %d tokens do not fit the device's memory: %d from now on", most, tokens)
+            return tokens
+        gpu.free_cached_memory(device)
+        if tokens <= MIN_TOKENS:
+            raise OutOfDeviceMemory(f"a batch of {tokens} tokens does not fit the device: {why}")
+        tokens = max(MIN_TOKENS, tokens // 2)
+
+
+def _failure(model: Model, device: torch.device, output: Output, batches: Sequence[PackedBatch]) -> str | None:
+    """The message of running out of memory; as text, since an exception keeps the tensors of its frames."""
+    try:
+        for batch in batches:
+            rows = batch.tokens if output in (Output.MULTI_VECTOR, Output.TOKENS) else batch.texts
+            is_whole = 4 * rows * model.widths[output] <= MAX_RESULT_BYTES  # else the runner splits it
+            if is_whole:
+                model.run(batch, [output])
+            else:
+                model.run_backbone(batch)
+        if gpu.is_gpu(device):
+            gpu.wait_for(device)
+    except (RuntimeError, MemoryError) as error:
+        if not gpu.is_out_of_memory(error):
+            raise
+        return str(error)
+    return None
+
+
+def _batch(ids: np.ndarray[tuple[int], np.dtype[np.int32]], tokens: int, length: int) -> PackedBatch:
+    """Texts of `length` tokens, at least one; each begins elsewhere in `ids`, whose order does not matter."""
+    length = min(length, tokens)
+    return pack([Encoded(np.roll(ids, -text).take(range(length), mode="wrap")) for text in range(tokens // length)])
+
+
+def with_queries(
+    documents: Model,
+    choice: Choice,
+    layout: Layout,
+    device: torch.device,
+    options: EngineOptions,
+    tokenizer: TextTokenizer,
+    max_batch_tokens: int,
+) -> tuple[Model, Choice, int]:
+    """The model with the route of queries beside that of documents: with its transformer, or its own, which the gate
+    has let run in the same dtype; what is worse of both choices; and the tokens of a batch.
+    """
+    assert layout.query_route is not None
+    route = layout.query_route.layout
+    reads_alike = all(getattr(layout, key) == getattr(route, key) for key in _OF_READING)
+    if reads_alike and isinstance(documents.backbone, Transformer):
+        return RoutedModel(documents, documents.with_heads_of(route)), choice, max_batch_tokens
+    inputs = probe_inputs(route, tokenizer)
+    own = replace(options, dtype=name_of(choice.dtype))
+    queries, other = choose_model(route, device, own, inputs)
+    tokens = tokens_of_a_batch(queries, other, device, inputs, max_batch_tokens, tokenizer.max_length)
+    worse = min(choice, other, key=lambda each: each.closeness.min_cosine)
+    batching = next((each.batching for each in (choice, other) if each.batching is Batching.EQUAL_LENGTH), None)
+    return RoutedModel(documents, queries), replace(worse, batching=batching or choice.batching), tokens
