@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.daemon.systemd import Notifier
+from teimgr.daemon.listeners import Notifier
 
 
 @pytest.fixture

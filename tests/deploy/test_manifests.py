@@ -15,7 +15,7 @@ import pytest
 import yaml
 from tests.deploy.kustomization import build
 
-from teimgr.api.rest.scaling import Scaling, ScalingFigures, flat
+from teimgr.api.rest.recommendations import Scaling, ScalingFigures, flat
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Source, read
 from teimgr.observability.catalogue import FAMILIES

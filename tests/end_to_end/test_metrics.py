@@ -26,7 +26,7 @@ from tests.support.polling import eventually, until
 from tests.support.worker_process import WorkerLink
 
 from teimgr.api.rest.app import RestTls
-from teimgr.api.rest.gpus import GpuReport
+from teimgr.api.rest.hosts import GpuReport
 from teimgr.client import Client
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.capacity.autoscaler import Figures as ScalingFigures

@@ -24,9 +24,8 @@ from teimgr.wire.tenants.quotas import NS_PER_S, Limits
 from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
 from teimgr.worker.calls import CallReply, WorkerCall
 from teimgr.worker.submission import Part, Submission
-from teimgr.worker.tenant_meter import Account, TenantMeter, open_meter
+from teimgr.worker.tenant_meter import Account, TenantMeter, Tenants, open_meter
 from teimgr.worker.tenant_till import LockedTill, NativeTill, Till
-from teimgr.worker.tenants import Tenants
 
 DAY = 20_000
 CHARGE = """

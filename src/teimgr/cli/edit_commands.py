@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -18,13 +19,13 @@ import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions, Name, completes, options_of
 from teimgr.cli.failures import ExitStatus, UsageError
-from teimgr.cli.instance_commands import Timeout, Wait, await_running
+from teimgr.cli.instance_commands import Timeout, Wait, addresses, await_running
 from teimgr.cli.output import say
 from teimgr.client.rest_client import RestClient
 from teimgr.client.rest_values import Instance
 from teimgr.errors import NoHost, TeimgrError
 from teimgr.files import expanded
-from teimgr.spec import KEYS, InstanceKey, updatable
+from teimgr.spec import KEYS, InstanceKey, State, updatable
 
 _HOSTS = {"node", "labels"}
 _PLACEMENT_KEY, _PLACEMENT_S = "cluster.placement_timeout_secs", 30.0
@@ -245,3 +246,43 @@ def _edited(name: str, instance: Instance) -> dict[str, Any]:
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"what you saved is no TOML: {error}") from error
     return {key: None if value == _DEFAULT else value for key, value in after.items() if before.get(key, ...) != value}
+
+
+_NAME_CHARS = 32
+
+
+def run(
+    server: DaemonOptions,
+    output: CommandOutput,
+    model: Annotated[
+        str, typer.Argument(help="Id on the model hub, or a directory on the daemon's host.", show_default=False)
+    ],
+    name: Annotated[str | None, typer.Option(help="Name of the instance; default: the end of the model's id.")] = None,
+    timeout: Timeout = 300.0,
+) -> int:
+    """Serve a model: create an instance, or start the one there is, and wait.
+
+    Shows where to call it. It goes on in the daemon when this command has ended.
+    """
+    wanted = absolute_model(model) or model
+    instances = server.rest.list()
+    found = next((each for each in instances if each.model_id == wanted and name in (None, each.name)), None)
+    if found is None:
+        found = server.rest.create(name or proposed_name(model, {each.name for each in instances}), wanted)
+    elif found.status in (State.STOPPED, State.FAILED):
+        found = server.rest.start(found.name)
+    [instance] = await_running(server.rest, [found.name], timeout, output)
+    if output.as_json:
+        output.value(instance.details)
+    else:
+        for line in addresses(instance, server.connection.url):
+            say(line)
+    return ExitStatus.OK
+
+
+def proposed_name(model: str, taken: set[str]) -> str:
+    """A name for an instance by its model: the end of the id in lower case, with a number where that is taken."""
+    end = model.rstrip("/").rpartition("/")[2].lower()
+    base = re.sub(r"[^a-z0-9._-]+", "-", end).strip("._-")[:_NAME_CHARS].rstrip("._-") or "model"
+    numbered = (f"{base}-{number}" for number in range(2, len(taken) + 3))
+    return base if base not in taken else next(each for each in numbered if each not in taken)

@@ -18,8 +18,7 @@ from teimgr.wire.routing.directory import Directory
 if TYPE_CHECKING:
     from teimgr.cluster.head import ClusterHead
     from teimgr.cluster.port_forwarding import PortForwarding
-    from teimgr.cluster.ray_launcher import RayLauncher
-    from teimgr.cluster.ray_muxes import RayMuxHosts
+    from teimgr.cluster.ray_launcher import RayLauncher, RayMuxHosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +55,7 @@ def open_cluster(
         return None
     from teimgr.cluster.head import ClusterHead, ClusterInventory
     from teimgr.cluster.port_forwarding import PortForwarding
-    from teimgr.cluster.ray_launcher import RayLauncher
-    from teimgr.cluster.ray_muxes import RayMuxHosts
+    from teimgr.cluster.ray_launcher import RayLauncher, RayMuxHosts
 
     head = ClusterHead(settings, local, cards, leaving)
     launcher = RayLauncher(head, local, settings.cluster.placement_timeout_secs)

@@ -251,7 +251,7 @@ class Engine:
         """
         if self.layout.sound is None:
             raise WrongModelKind(f"Backend error: the model {shown_id(self.info.model_id)} takes no sound")
-        from teimgr.engine.sounds.inputs import SoundTokenizer
+        from teimgr.engine.sounds.files import SoundTokenizer
 
         assert isinstance(self.tokenizer, SoundTokenizer)
         return self.tokenizer.sound(data)

@@ -227,7 +227,7 @@ def _info(
 def _tokenizer(layout: Layout, most: int) -> TextTokenizer:
     max_length = min(layout.max_length, most)
     if layout.sound is not None:
-        from teimgr.engine.sounds.inputs import SoundTokenizer
+        from teimgr.engine.sounds.files import SoundTokenizer
 
         return SoundTokenizer(layout, max_length)
     if layout.dual is None:

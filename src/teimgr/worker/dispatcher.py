@@ -28,7 +28,7 @@ from teimgr.worker.calls import CallReply, DeferredReply, WorkerCall, max_token_
 from teimgr.worker.limiter import FairLimiter
 from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
 from teimgr.worker.submission import Encode, Part, Submission
-from teimgr.worker.tenants import Tenants
+from teimgr.worker.tenant_meter import Tenants
 from teimgr.worker.worker_metrics import TeiMetrics
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from tests.support.frame_worker import FrameWorker, Request, Script, hold, pack_
 from tests.support.mux_process import running
 from tests.support.polling import eventually
 
-from teimgr.api.batches import disk, line_calls, results
+from teimgr.api.batches import disk, line_calls
+from teimgr.api.batches import run as batch_run
 from teimgr.api.batches.batch_record import ResultPart, Status
 from teimgr.api.batches.files import DAY_S
 from teimgr.errors import Code, InferenceFailed, Overloaded, error_from_code
@@ -32,7 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses before further attempts are short."""
     monkeypatch.setattr(line_calls, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(line_calls, "_LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(results, "NO_ROOM_PAUSE_S", 0.01)
+    monkeypatch.setattr(batch_run, "NO_ROOM_PAUSE_S", 0.01)
 
 
 def append(desk: Desk, part: ResultPart, data: bytes) -> None:
@@ -188,7 +189,7 @@ async def test_the_tokens_of_all_replies_are_summed(desk: Desk, start_worker: St
 async def test_a_daemon_that_stops_keeps_what_was_answered(
     desk: Desk, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "_COMMIT_S", 3600)
+    monkeypatch.setattr(batch_run, "_COMMIT_S", 3600)
     worker: FrameWorker = await start_worker(hold)
     desk.worker("mini", worker)
     await desk.start()

@@ -17,7 +17,7 @@ from tests.support.rest_listener import Front, listening
 
 from teimgr.api.batches import Batches
 from teimgr.api.gateway import Gateway
-from teimgr.api.rest import multipart
+from teimgr.api.rest import files
 from teimgr.config.auth import policy_of
 from teimgr.config.batches import BatchSettings
 from teimgr.config.settings import Settings
@@ -137,7 +137,7 @@ async def test_a_broken_form_is_refused(api: Front, body: bytes, content_type: s
 
 
 async def test_a_form_that_stops_coming_is_given_up(api: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "_PART_S", 0.05)
+    monkeypatch.setattr(files, "_PART_S", 0.05)
 
     async def some() -> AsyncIterator[bytes]:
         yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}'

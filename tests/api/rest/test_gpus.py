@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from teimgr.api.rest.gpus import GpuReport, Hosts
+from teimgr.api.rest.hosts import GpuReport, Hosts
 from teimgr.control.placement.gpus import Gpu, Inventory
 from teimgr.control.placement.hosts import Host
 from teimgr.observability import catalogue

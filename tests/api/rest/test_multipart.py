@@ -6,7 +6,7 @@ import time
 import pytest
 from starlette.requests import Request
 
-from teimgr.api.rest.multipart import read_file_form
+from teimgr.api.rest.files import read_file_form
 from teimgr.errors import ValidationError
 
 _PARAMETERS = ("; a=b", ";", ';"', '; a="\\"')

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from teimgr.control.sharing.tenants import UsageRow, tenant_counts
-from teimgr.control.sharing.usage import UsageKey, UsageTotals
+from teimgr.control.sharing.tenants import UsageKey, UsageRow, UsageTotals, tenant_counts
 from teimgr.wire.tenants.table import RowCounts
 
 NAMES = {1: "search", 2: "jobs"}

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from tests.support.models.dual_encoders import file_of, noise
 
-from teimgr.engine.images import memory, webp
+from teimgr.engine.images import files, memory
 from teimgr.engine.images.files import MAX_FILE_BYTES, decode, read_size
 from teimgr.errors import InvalidInput
 
@@ -209,7 +209,7 @@ def test_large_webp_images_have_the_same_pixels_by_its_own_library(monkeypatch: 
     by_pillow = [rgb(one) for one in (*stills, moving)]
     monkeypatch.setattr(memory, "_SMALL_PIXELS", 0)
     assert all((rgb(one) == other).all() for one, other in zip((*stills, moving), by_pillow, strict=True))
-    taken = [webp.decoded(one, "RGBA", _IMAGE.size) is not None for one in (*stills, moving)]
+    taken = [files.webp_pixels(one, "RGBA", _IMAGE.size) is not None for one in (*stills, moving)]
     assert taken == [True, True, True, True, False]
     with pytest.raises(InvalidInput, match="the WEBP file is truncated or broken"):
         decode(stills[0][:-300])

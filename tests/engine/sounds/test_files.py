@@ -16,8 +16,7 @@ from tests.support.models.dual_encoders import RATE, sound, sound_file
 
 from teimgr.engine.job import Sound
 from teimgr.engine.sounds import files
-from teimgr.engine.sounds.files import MAX_SECONDS, decode, read_header
-from teimgr.engine.sounds.inputs import SoundDecoder
+from teimgr.engine.sounds.files import MAX_SECONDS, SoundDecoder, decode, read_header
 from teimgr.engine.sounds.spectrograms import prepare
 from teimgr.errors import InvalidInput
 from teimgr.models.layout import SoundEncoder, SoundSteps

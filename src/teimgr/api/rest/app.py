@@ -30,29 +30,24 @@ from teimgr.api.gateway.ollama import OllamaPort
 from teimgr.api.gateway.routes import describe
 from teimgr.api.rest import batches as batch_routes
 from teimgr.api.rest import (
-    config,
     daemon,
     error_answers,
     error_help,
     events,
     files,
     fleet,
-    gpus,
     hosts,
     instances,
     logs,
     models,
     plan,
     probes,
-    rebalance,
     recommendations,
-    scaling,
     usage,
 )
 from teimgr.api.rest.access import Access
 from teimgr.api.rest.daemon import Restarter
-from teimgr.api.rest.gpus import GpuReport
-from teimgr.api.rest.hosts import HostEnrolment
+from teimgr.api.rest.hosts import GpuReport, HostEnrolment
 from teimgr.api.rest.inference import Inference
 from teimgr.api.rest.middleware import Authentication, HeadAsGet, Observe, PageRefusal, RejectEncodedSeparators
 from teimgr.api.rest.probes import Alarms
@@ -226,17 +221,18 @@ def create_app(
 
 def _routers(parts: State) -> Iterator[APIRouter]:
     """Those of the parts that are there."""
-    yield from (instances.router, fleet.router, plan.router, rebalance.router, logs.router, probes.router)
-    yield from (docs, error_help.router, hosts.router)
+    yield from (instances.router, fleet.router, plan.router, logs.router, probes.router)
+    yield from (docs, error_help.router)
     for part, routers in (
         (parts.events, (events.router,)),
-        (parts.reloader, (config.router,)),
+        (parts.reloader, (daemon.config_router,)),
         (parts.restarter, (daemon.router,)),
         (parts.registry, (models.router,)),
-        (parts.gpus, (gpus.router,)),
+        (parts.gpus, (hosts.gpu_router,)),
         (parts.tenants, (usage.router,)),
-        (parts.autoscaler, (scaling.router,)),
+        (parts.autoscaler, (recommendations.scaling_router,)),
         (parts.advisor, (recommendations.router,)),
+        (True, (hosts.router,)),
         (parts.batches, (files.router, batch_routes.router)),
     ):
         yield from routers if part is not None else ()

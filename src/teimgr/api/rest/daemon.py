@@ -1,17 +1,19 @@
-"""GET /daemon: the process that answers. POST /daemon/restart: have another one take over from it."""
+"""The process that answers and its successor: /daemon. The settings in effect, and a reload of them: /config."""
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from teimgr import __version__
 from teimgr.api.rest.schemas import ANY_FAILURE, Failure, StrictQueryRoute, answer
+from teimgr.config.sources import effective
+from teimgr.control.supervision.reload import Reloaded, Reloader
 
 router = APIRouter(tags=["configuration"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
@@ -64,3 +66,37 @@ async def restart(request: Request) -> Response:
     restarter: Restarter = request.app.state.restarter
     found = await restarter.begin()
     return answer({"pid": found.pid, "version": found.version})
+
+
+config_router = APIRouter(tags=["configuration"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
+
+DryRun = Annotated[bool, Query(description="show the plan and change nothing")]
+Prune = Annotated[bool | None, Query(description="instead of the key prune_seeds")]
+
+WRONG: dict[int | str, dict[str, Any]] = {400: {"model": Failure, "description": "the configuration is wrong"}}
+
+
+class EffectiveSetting(BaseModel):
+    """One key; the source is `default`, a file with its line, `environment NAME`, or `command line`."""
+
+    key: str
+    value: Any
+    source: str
+
+
+@config_router.get("/config", response_model=list[EffectiveSetting])
+async def config(request: Request) -> Response:
+    """Every setting in effect, with its source; secrets are not shown."""
+    reloader: Reloader = request.app.state.reloader
+    found = effective(reloader.configuration)
+    return answer([{"key": each.path, "value": each.value, "source": each.source} for each in found])
+
+
+@config_router.post("/config/reload", response_model=Reloaded, responses=WRONG)
+async def reload(request: Request, dry_run: DryRun = False, prune: Prune = None) -> Response:
+    """Read the configuration again and apply it, or only return the plan.
+
+    An invalid configuration changes nothing. Instances are changed one after the other; each has its own result.
+    """
+    reloader: Reloader = request.app.state.reloader
+    return answer(await (reloader.plan(prune=prune) if dry_run else reloader.reload(prune=prune)))

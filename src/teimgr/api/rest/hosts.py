@@ -1,15 +1,23 @@
-"""POST /hosts/tokens and DELETE /hosts/{name}: who may join a cluster, and who may not stay."""
+"""GET /hosts and GET /gpus, and the GPUs on the page of metrics; /hosts/tokens, DELETE /hosts/{name}: who may join."""
 
 from __future__ import annotations
 
-from typing import Annotated, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from teimgr.api.rest.schemas import ANY_FAILURE, Failure, StrictQueryRoute, Text, answer, read_json
+from teimgr.api.rest.schemas import ANY_FAILURE, Card, Failure, StrictQueryRoute, Text, answer, read_json
+from teimgr.control.placement.gpus import Gpu, InventorySource
 from teimgr.errors import ObjectNotFound, Unsupported
+from teimgr.observability import catalogue
+from teimgr.observability.catalogue import Family
+from teimgr.observability.exposition import Page, add
+from teimgr.spec import InstanceView
 
 router = APIRouter(tags=["hosts"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
@@ -83,3 +91,156 @@ def _present(enrolment: HostEnrolment | None) -> HostEnrolment:
     if enrolment is None:
         raise Unsupported("This fleet has one host: the daemon has no [cluster] address")
     return enrolment
+
+
+gpu_router = APIRouter(tags=["gpus"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
+
+_GAUGES: dict[Family, Callable[[Gpu], float | None]] = {
+    catalogue.GPU_MEMORY_USED: lambda gpu: gpu.memory_used_bytes,
+    catalogue.GPU_UTILIZATION: lambda gpu: gpu.utilization,
+    catalogue.GPU_TEMPERATURE: lambda gpu: gpu.temperature_c,
+    catalogue.GPU_POWER: lambda gpu: gpu.power_w,
+}
+
+
+class OnGpu(BaseModel):
+    """A worker of an instance, a process on a GPU."""
+
+    name: str
+    pid: int
+    memory_bytes: int | None = Field(description="GPU memory of the process; null where the driver does not report it")
+
+
+class GpuInfo(Card):
+    """A GPU and the workers on it."""
+
+    instances: list[OnGpu]
+
+
+class Gpus(BaseModel):
+    """The GPUs that instances may use; `reason` is the cause of an empty list."""
+
+    gpus: list[GpuInfo]
+    reason: str
+
+
+class HostInfo(BaseModel):
+    """A host of a cluster, with its live workers."""
+
+    name: str = Field(description="the value for `node`")
+    address: str = Field(description="by which Ray reaches it; empty until then")
+    cores: int
+    memory_total_bytes: int
+    memory_free_bytes: int
+    labels: dict[str, str]
+    versions: dict[str, str] = Field(description="of teimgr, ray, python and torch; they are equal on all hosts in use")
+    disk_free_bytes: int | None = Field(description="free for models, in the hub's cache")
+    clock_ahead_s: float | None = Field(description="its clock less that of the head, seconds; null where unknown")
+    gpus: int
+    workers: int
+    mux: str | None = Field(description="serving, starting, leaving or what is wrong; null where the host has none")
+    problem: str | None = Field(description="why it takes no workers; null where it does")
+
+
+class Hosts(BaseModel):
+    """The hosts of the cluster; none in a fleet of one host."""
+
+    hosts: list[HostInfo]
+
+
+class GpuReport:
+    """GPUs together with the workers on them. `views` returns the current instances, `muxes` their states by host."""
+
+    def __init__(
+        self,
+        inventory: InventorySource,
+        views: Callable[[], Iterable[InstanceView]],
+        muxes: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self._inventory = inventory
+        self._views = views
+        self._muxes = muxes
+
+    async def page(self) -> Page:
+        page: Page = {}
+        for gpu in (await self._inventory.read()).gpus:
+            index = f"{gpu.node}/{gpu.index}" if gpu.node else str(gpu.index)  # hosts of a cluster count from 0 each
+            if (total := gpu.memory_total_bytes) is not None:
+                add(page, catalogue.GPU_MEMORY_TOTAL, total, gpu=index, uuid=gpu.uuid, name=gpu.name)
+            for family, gauge in _GAUGES.items():
+                if (value := gauge(gpu)) is not None:
+                    add(page, family, value, gpu=index)
+            for view in self._views():
+                if (held := _memory(view, gpu)) is not None:
+                    add(page, catalogue.GPU_INSTANCE_MEMORY, held, gpu=index, instance=view.spec.name)
+        return page
+
+    async def to_dict(self) -> dict[str, Any]:
+        inventory = await self._inventory.read()
+        gpus = []
+        for gpu in inventory.gpus:
+            workers = [
+                {"name": view.spec.name, "pid": pid, "memory_bytes": gpu.memory_of.get(pid)}
+                for view in self._views()
+                for pid in _pids(view, gpu)
+            ]
+            gpus.append(_card(gpu) | {"instances": workers})
+        return {"gpus": gpus, "reason": inventory.reason}
+
+    async def hosts(self) -> dict[str, Any]:
+        """`Hosts` as plain values."""
+        inventory = await self._inventory.read()
+        alive = Counter(worker.node for view in self._views() for worker in view.workers if worker.pid is not None)
+        on_hosts, muxes = Counter(gpu.node for gpu in inventory.gpus), self._muxes()
+        return {
+            "hosts": [
+                asdict(host)
+                | {"gpus": on_hosts[host.name], "workers": alive[host.name]}
+                | {"mux": muxes.get(host.name), "problem": host.problem or None}
+                for host in inventory.hosts
+            ]
+        }
+
+    async def of(self, view: InstanceView) -> dict[str, Any] | None:
+        """`CardOfInstance` as plain values: the first GPU that the instance is on; None while it is on none."""
+        for gpu in (await self._inventory.read()).gpus:
+            if _pids(view, gpu):
+                return _card(gpu) | {"instance_memory_bytes": _memory(view, gpu)}
+        return None
+
+
+def _pids(view: InstanceView, gpu: Gpu) -> list[int]:
+    """The workers of an instance that were placed on a GPU; the driver cannot list processes everywhere."""
+    return [worker.pid for worker in view.workers if worker.pid is not None and worker.gpu == gpu.uuid]
+
+
+def _memory(view: InstanceView, gpu: Gpu) -> int | None:
+    """GPU memory of all workers of an instance, in bytes; None if the driver does not report it."""
+    known = [gpu.memory_of[pid] for pid in _pids(view, gpu) if pid in gpu.memory_of]
+    return sum(known) if known else None
+
+
+def _card(gpu: Gpu) -> dict[str, Any]:
+    return {name: getattr(gpu, name) for name in Card.model_fields} | {"node": gpu.node or None}
+
+
+def gpu_report_of(request: Request) -> GpuReport | None:
+    report: GpuReport | None = request.app.state.gpus
+    return report
+
+
+GpuReportDep = Annotated[GpuReport | None, Depends(gpu_report_of)]
+
+
+@gpu_router.get("/gpus", response_model=Gpus)
+async def list_gpus(gpus: GpuReportDep) -> Response:
+    """The GPUs that instances may use, of all hosts, with memory, load and workers."""
+    assert gpus is not None  # create_app adds this route only with a report
+    return answer(await gpus.to_dict())
+
+
+@gpu_router.get("/hosts", response_model=Hosts)
+async def list_hosts(gpus: GpuReportDep) -> Response:
+    """The hosts of the cluster, with cores, memory, workers and versions; none in a fleet of one host."""
+    assert gpus is not None
+    return answer(await gpus.hosts())

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
-from teimgr.api.rest.gpus import GpuReportDep
+from teimgr.api.rest.hosts import GpuReportDep
 from teimgr.api.rest.schemas import (
     ANY_FAILURE,
     CreateInstance,

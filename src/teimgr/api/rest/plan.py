@@ -1,10 +1,12 @@
-"""POST /plan: what would run where, what it takes of each device and why something would not; or doing exactly that."""
+"""POST /plan: what would run where, why something would not, or doing exactly that. POST /rebalance: which workers
+move to better places, and why others stay.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
@@ -23,6 +25,8 @@ from teimgr.control.supervision.fleet_plan import MAX_INSTANCES
 from teimgr.errors import ValidationError
 
 router = APIRouter(tags=["fleet"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
+
+DryRun = Annotated[bool, Query(description="show the plan and change nothing")]
 
 
 class PlanRequest(BaseModel):
@@ -107,3 +111,50 @@ async def plan(request: Request, manager: ManagerDep) -> Response:
         raise ValidationError("apply: needs `instances`")
     made = await (manager.carry_out(wanted) if body.apply and wanted is not None else manager.plan(wanted))
     return answer(made.to_dict())
+
+
+class PlaceInfo(BaseModel):
+    """Where a worker runs; `gpu` null: on the CPU, `node` null: a fleet of one host."""
+
+    node: str | None
+    gpu: str | None
+    gpu_id: int | None
+
+
+class MoveInfo(BaseModel):
+    """A worker that moves. `failed`: it did not start there, and the old one serves on; `reason` is then why."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    instance: str
+    replica: int
+    from_: PlaceInfo = Field(alias="from")
+    to: PlaceInfo
+    outcome: Literal["planned", "moved", "failed"]
+    reason: str
+
+
+class StayInfo(BaseModel):
+    """A worker that stays where it is, and why."""
+
+    instance: str
+    replica: int
+    at: PlaceInfo
+    reason: str
+
+
+class Rebalanced(BaseModel):
+    """What moves or has moved, in that order, and what stays."""
+
+    moves: list[MoveInfo]
+    stays: list[StayInfo]
+
+
+@router.post("/rebalance", response_model=Rebalanced)
+async def rebalance(manager: ManagerDep, dry_run: DryRun = False) -> Response:
+    """Move running workers to where they would be placed now, if the fleet is more even then.
+
+    One after the other, each without a gap: the new worker serves before the old one ends. The answer comes when all
+    have moved; if the caller leaves, the moves go on.
+    """
+    return answer(await manager.rebalance(dry_run=dry_run))

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from teimgr.client.clients import Client
 from teimgr.client.corpus import outputs
 from teimgr.client.corpus.image_files import PDF, FolderSource
-from teimgr.client.corpus.partial import PartialOutput, discard
+from teimgr.client.corpus.outputs import PartialOutput, discard
 from teimgr.client.corpus.sources import FAULT, MAX_FILE_BYTES, TEXT, FileKind, TextSource, open_source
 from teimgr.client.payloads import space_of
 from teimgr.client.values import Embedded

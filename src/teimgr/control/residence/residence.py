@@ -133,7 +133,6 @@ class Residence:
         self._tasks: set[asyncio.Task[None]] = set()
         self._refused_loads: defaultdict[str, list[asyncio.Future[bool]]] = defaultdict(list)
         self._count_at = 0.0
-        self._is_counting = False
         for entry in directory.snapshot().entries:
             self._mailbox.put_nowait((entry.name, entry))
         directory.subscribe(lambda name, entry: self._mailbox.put_nowait((name, entry)))
@@ -208,10 +207,6 @@ class Residence:
         """The fleet as it is now, to try loads in for a plan."""
         await self._count()
         return Rehearsal(self._fleet, self._now())
-
-    def phases(self) -> Mapping[str, str]:
-        """Where each on-demand model is, by the name of its instance, for display."""
-        return {name: model.phase.name.lower() for name, model in self._fleet.models.items()}
 
     async def run(self) -> None:
         """Decide until cancelled."""

@@ -6,13 +6,18 @@ first frame. Of a file Pillow sees the parts that its pixels come from, and noth
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import io
-from typing import NamedTuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import PIL
 from PIL import Image
 
-from teimgr.engine.images import memory, parts, webp
+from teimgr.engine.images import memory, parts
 from teimgr.errors import InvalidInput
 
 MAX_PIXELS = 50_000_000
@@ -103,7 +108,7 @@ def decode(data: bytes) -> Image.Image:
             if form in _IN_STEPS:
                 memory.give(image)
             elif form == "WEBP" and memory.is_large(image.size):
-                loaded = webp.decoded(data, image.mode, image.size)
+                loaded = webp_pixels(data, image.mode, image.size)
             if loaded is None:
                 image.load()
         except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError) as error:
@@ -206,3 +211,41 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     if kind == b"VP8 " and len(at) >= 10 and at[3:6] == b"\x9d\x01\x2a":
         return int.from_bytes(at[6:8], "little") & 0x3FFF, int.from_bytes(at[8:10], "little") & 0x3FFF
     raise _broken("WEBP")
+
+
+def webp_pixels(data: bytes, mode: str, size: tuple[int, int]) -> Image.Image | None:
+    """The pixels of a large WebP image, RGB or RGBA as `mode` says: by the library that Pillow brings along, into
+    memory of ours, as Pillow copies them under the GIL. None for an animation, or without the library.
+
+    Raises:
+        OSError: the file is truncated or broken.
+    """
+    decode = _webp_decoder()
+    if decode is None or mode not in ("RGB", "RGBA") or any(kind == b"ANIM" for kind in _first_kinds(data)):
+        return None
+    width, height = size
+    pixels, address = memory.mapped(mode, size)
+    if not decode(data, len(data), address, width * height * 4, width * 4):
+        raise OSError("broken")
+    return pixels
+
+
+def _first_kinds(data: bytes) -> Iterator[bytes]:
+    """The kinds of the first parts of a file: an animation begins among them."""
+    at = 12
+    for _ in range(4):
+        yield data[at : at + 4]
+        size = int.from_bytes(data[at + 4 : at + 8], "little")
+        at += 8 + size + size % 2
+
+
+@functools.cache
+def _webp_decoder() -> Any:
+    """WebPDecodeRGBAInto, called without the GIL; None if Pillow has no such library."""
+    found = sorted((Path(PIL.__file__).parent.parent / "pillow.libs").glob("libwebp-*.so*"))
+    if not found or not memory.IS_MAPPED:
+        return None
+    decode = ctypes.CDLL(str(found[0])).WebPDecodeRGBAInto
+    decode.restype = ctypes.c_void_p
+    decode.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return decode
