@@ -13,21 +13,17 @@ from docsite.markdown import MADE_BY, code, document, table
 from teimgr.api.gateway.routes import DIALECT_HEADER, INFO, describe, paths
 from teimgr.api.rest import (
     batches,
-    config,
     daemon,
     events,
     files,
     fleet,
-    gpus,
     hosts,
     instances,
     logs,
     models,
     plan,
     probes,
-    rebalance,
     recommendations,
-    scaling,
     usage,
 )
 from teimgr.api.rest.access import PERMISSIONS
@@ -101,11 +97,12 @@ def to_markdown() -> str:
 
 def _openapi() -> dict[str, Any]:
     app = FastAPI()
-    for part in (
-        *(instances, fleet, plan, rebalance, logs, events, models, config, daemon, gpus),
-        *(usage, hosts, probes, scaling, recommendations, files, batches),
+    for router in (
+        *(part.router for part in (instances, fleet, plan, logs, events, models)),
+        *(daemon.config_router, daemon.router, hosts.gpu_router, usage.router, hosts.router, probes.router),
+        *(recommendations.scaling_router, recommendations.router, files.router, batches.router),
     ):
-        app.router.routes.extend(part.router.routes)
+        app.router.routes.extend(router.routes)
     describe(app)
     return app.openapi()
 

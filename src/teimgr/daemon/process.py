@@ -316,7 +316,7 @@ class Daemon:
         return 0
 
     def _addresses(self) -> dict[str, str]:
-        """Where it listens, for the line of its log that says so."""
+        """The addresses of its ports, for its log."""
         settings = self.settings
         found = {"rest": f"{settings.api_host}:{settings.api_port}"}
         if settings.grpc_enabled:

@@ -1,5 +1,5 @@
 """The model that a load makes: its weights on the device, in the dtype that the gate allows, with the tokens of a batch
-that its memory is proven to hold, and for queries with a route of their own.
+that its memory is proven to hold, and the second model of those with a route for queries.
 """
 
 from __future__ import annotations
