@@ -56,9 +56,12 @@ _GONE = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
 class LinkStats:
     """Counters of one instance, kept while its replicas are replaced. Bytes are those of payloads."""
 
+    connects: int = 0
     expired: int = 0
+    losses: int = 0
     received_bytes: int = 0
     requests: int = 0
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +164,7 @@ class WorkerLink(FrameProtocol):
         self._last_id += 1
         call = PendingCall(self, self._last_id, method, cost_bytes, timeout_s)
         self.stats.requests += 1
+        self.stats.sent_bytes += len(payload)
         self._calls[call.id] = call
         deadline_ms = 0 if timeout_s is None else min(max(1, int(timeout_s * 1000)), MAX_DEADLINE_MS)
         linger = bool(flags & Flag.BULK) and len(self._calls) > _BUSY_CALLS
@@ -401,6 +405,7 @@ class Replica:
         """Assume that the worker is gone: close the other link too and start reconnecting."""
         if not self.lost:
             self.lost = True
+            self.stats.losses += not self.retired
             if asyncio.get_running_loop().time() - self._connected_at > RECONNECT_MAX_S:
                 self._reconnect_pause_s = RECONNECT_FIRST_S  # else the worker keeps closing its links: back off further
             for link in self._open_links():
@@ -467,11 +472,12 @@ class Replica:
     async def _new_link(self) -> WorkerLink:
         loop = asyncio.get_running_loop()
         _, link = await loop.create_unix_connection(lambda: WorkerLink(self, self._limits), self.endpoint.socket)
-        self._note_connect()
+        self._count_connect()
         return link
 
-    def _note_connect(self) -> None:
+    def _count_connect(self) -> None:
         self._connected_at = asyncio.get_running_loop().time()
+        self.stats.connects += 1
 
     async def _reconnect(self) -> None:
         """Reconnect with exponential backoff; give up once no process listens."""

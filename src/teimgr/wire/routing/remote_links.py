@@ -119,7 +119,7 @@ class RemoteReplica(Replica):
         if self._meters is not None:
             link.charge_by(self._meters, self._model)
         self._problem = ""
-        self._note_connect()
+        self._count_connect()
         pause_s = max(_MIN_RENEWAL_S, link.valid_s * _RENEW_AT)
         self._renewals[link] = loop.call_later(pause_s, self._begin_renewal, link)
         return link
