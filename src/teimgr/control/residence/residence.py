@@ -208,6 +208,10 @@ class Residence:
         await self._count()
         return Rehearsal(self._fleet, self._now())
 
+    def phases(self) -> Mapping[str, str]:
+        """Where each on-demand model is, by the name of its instance, for display."""
+        return {name: model.phase.name.lower() for name, model in self._fleet.models.items()}
+
     async def run(self) -> None:
         """Decide until cancelled."""
         try:
