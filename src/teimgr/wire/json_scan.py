@@ -71,7 +71,7 @@ def _digit(value: int) -> bytes:
 
 
 def completed(steps: Steps[ResultT]) -> ResultT:
-    """The result of all steps, one after the other; on a thread of its own, with rests between them."""
+    """The result of all steps, one after the other; on a separate thread, with rests between them."""
     rest = Rests()
     try:
         while True:
