@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from contextlib import suppress
 
@@ -41,3 +42,31 @@ async def test_no_more_pages_than_allowed_are_rendered_at_a_time(monkeypatch: py
     finally:
         may_end.set()
         renderer.close()
+
+
+async def test_tenants_whose_pages_wait_are_served_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: queue.Queue[tuple[bytes, threading.Event]] = queue.Queue()
+
+    def page(data: bytes, number: int | None) -> bytes:
+        may_end = threading.Event()
+        begun.put((data, may_end))
+        may_end.wait(20)
+        return data
+
+    monkeypatch.setattr(pdf_pages, "page", page)
+    renderer = PageRenderer()
+    sent = [(b"first", 1), (b"second", 1), (b"third", 1), (b"fourth", 1), (b"of another", 2)]
+    calls = []
+    for data, tenant in sent:
+        calls.append(asyncio.create_task(renderer.page(data, 1, tenant)))
+        await asyncio.sleep(0)
+    order = []
+    try:
+        for _ in sent:
+            data, may_end = await asyncio.to_thread(begun.get, timeout=20)
+            order.append(data)
+            may_end.set()
+        assert await asyncio.gather(*calls) == [data for data, _ in sent]
+    finally:
+        renderer.close()
+    assert order.index(b"of another") < order.index(b"fourth")

@@ -21,6 +21,7 @@ from teimgr.worker import http_inference as http
 if TYPE_CHECKING:  # importing the engine imports torch
     from teimgr.worker.dispatcher import Dispatcher
 
+_CUT_LINK = 8192  # characters: more than `media_links` allows, few to hash on the event loop
 _SHOWN = 64
 _ONLY = 0  # in place of the number of a page
 _PARTS = {
@@ -190,8 +191,12 @@ def _fetching(dispatcher: Dispatcher, links: Sequence[str]) -> AbstractAsyncCont
     """The files that items link to, on their way; none where links are refused."""
     if dispatcher.fetcher is None or not links:
         return nullcontext({})
+    return dispatcher.fetcher.fetching(links, _tenant())
+
+
+def _tenant() -> int:
     context = CURRENT.get()
-    return dispatcher.fetcher.fetching(links, 0 if context is None else context.tenant)
+    return 0 if context is None else context.tenant
 
 
 def _sent_in(item: SentImage | SentContent) -> Sequence[SentImage]:
@@ -199,9 +204,10 @@ def _sent_in(item: SentImage | SentContent) -> Sequence[SentImage]:
 
 
 def _link(sent: SentImage) -> str | None:
-    """The link of what is sent by one that may be fetched."""
+    """The link of what is sent by one that may be fetched; of a link that is too long, what tells so."""
     data = sent.data
-    return data if isinstance(data, str) and data[:_SHOWN].lstrip().lower().startswith(_FETCHED) else None
+    is_link = isinstance(data, str) and data[:_SHOWN].lstrip().lower().startswith(_FETCHED)
+    return str(data[:_CUT_LINK]) if is_link else None
 
 
 async def _read_item(dispatcher: Dispatcher, item: SentImage | SentContent, files: _Files) -> Input:
@@ -217,7 +223,7 @@ async def _read_sent(dispatcher: Dispatcher, sent: SentImage, files: _Files) -> 
         fetched = sent if link is None else sent._replace(data=await files[link])
         if fetched.page is not None:
             document = await dispatcher.off_loop(image_bytes, fetched)
-            rendered = await dispatcher.renderer().page(document, fetched.page or None)
+            rendered = await dispatcher.renderer().page(document, fetched.page or None, _tenant())
             fetched = SentImage(rendered, sent.field)
         return await dispatcher.off_loop(_read, dispatcher, fetched)
     except InvalidInput as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 from teimgr.errors import Overloaded
 from teimgr.wire import pdf_pages
@@ -17,20 +18,21 @@ class PageRenderer:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "pdf")
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._free = _AT_ONCE
+        self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # by tenant, the next one first
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def page(self, data: bytes, number: int | None) -> bytes:
-        """The PNG file of a page, as by `pdf_pages.page`.
+    async def page(self, data: bytes, number: int | None, tenant: int = 0) -> bytes:
+        """The PNG file of a page, as by `pdf_pages.page`. Tenants whose pages wait are served one after the other.
 
         Raises:
-            InvalidInput: as there. Overloaded: no turn came, since the pages of others take long.
+            InvalidInput: as there. Overloaded: no turn came, since other pages take long.
         """
         try:
             async with asyncio.timeout(_WAIT_S):
-                await self._turns.acquire()
+                await self._turn(tenant)
         except TimeoutError:
             raise Overloaded(
                 f"PDF documents of other requests are being rendered, {_AT_ONCE} at a time: none had ended after "
@@ -38,9 +40,32 @@ class PageRenderer:
             ) from None
         done = self._threads.submit(pdf_pages.page, data, number)
         loop = asyncio.get_running_loop()
-
-        def give_turn(_: Future[bytes]) -> None:
-            loop.call_soon_threadsafe(self._turns.release)
-
-        done.add_done_callback(give_turn)  # also behind a caller that has gone: its page is rendered to the end
+        # Also behind a caller that has gone: its page is rendered to the end.
+        done.add_done_callback(lambda _: loop.call_soon_threadsafe(self._give_turn))
         return await asyncio.wrap_future(done)
+
+    async def _turn(self, tenant: int) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it came at the same time
+                self._give_turn()
+            raise
+
+    def _give_turn(self) -> None:
+        """To the first page of the next tenant, which then is the last of the tenants."""
+        while self._waiting:
+            tenant, turns = next(iter(self._waiting.items()))
+            turn = turns.popleft()
+            del self._waiting[tenant]
+            if turns:
+                self._waiting[tenant] = turns
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
