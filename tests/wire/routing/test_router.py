@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from teimgr.errors import InstanceNotFound, InvalidInput, ModelNotFound, TeimgrError, Unavailable
+from teimgr.errors import InstanceNotFound, InvalidInput, ModelNotFound, NotLoaded, TeimgrError, Unavailable
+from teimgr.http.auth.policy import Caller, Right
 from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 from teimgr.wire.frames import Method
 from teimgr.wire.protobuf import Target
@@ -79,6 +80,19 @@ def test_a_model_id_leads_to_any_running_instance_of_it() -> None:
     with fleet.lease(Target(model_id="m")) as first, fleet.lease(Target(model_id="m")) as second:
         assert {served_by(first), served_by(second)} == {"1", "3"}
         assert {first.instance, second.instance} == {"a", "c"}
+
+
+@pytest.mark.parametrize(("names", "kind"), [(("m", "team-*"), ModelNotFound), (("m", "org-*"), NotLoaded)])
+def test_a_key_has_no_model_loaded_of_which_others_have_the_only_instance(
+    names: tuple[str, ...], kind: type[TeimgrError]
+) -> None:
+    fleet = Router(may_load=lambda model_id: True)
+    fleet.update(RoutingSnapshot((entry("org-1", state=State.STOPPED),)))
+
+    with pytest.raises(kind):
+        fleet.lease(Target(model_id="m"), Caller("k", frozenset(Right), names).covers)
+    with pytest.raises(NotLoaded):
+        fleet.lease(Target(model_id="m2"), Caller("k", frozenset(Right), ("m2",)).covers)
 
 
 @pytest.mark.clause("D-replicas")

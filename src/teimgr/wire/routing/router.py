@@ -383,13 +383,16 @@ class Router:
             if replica.usable
         ]
         if not found:
-            for entry in self.of_model(model_id):
-                if entry.asks_owner and covers(entry.name):
+            known = self.of_model(model_id)
+            mine = [entry for entry in known if covers(entry.name)]
+            for entry in mine:
+                if entry.asks_owner:
                     raise not_loaded(entry)
-            for entry in self.of_model(model_id):
-                if isinstance(error := self.problem(entry.name), Returning) and covers(entry.name):
+            for entry in mine:
+                if isinstance(error := self.problem(entry.name), Returning):
                     raise error
-            if covers(model_id) and self.may_load(model_id):
+            # Where other keys alone have an instance of the model, no second one is made.
+            if (mine or not known) and covers(model_id) and self.may_load(model_id):
                 raise NotLoaded(f"No instance of model '{model_id}' is loaded", model_id)
             raise ModelNotFound(f"No running instance of model '{model_id}' found")
         return _least_busy(found)
