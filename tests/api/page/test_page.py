@@ -447,7 +447,7 @@ async def test_scaling_and_recommendations_are_shown_and_admins_may_apply(servin
             if not is_admin:
                 await sign_in(front, "read")
             text = await text_of(front, "/ui/scaling")
-            assert "replicas stay as given" in text
+            assert "the number of replicas is fixed" in text
             assert ('data-apply="idle.a"' in text) is is_admin
             assert 'data-apply="truncated.theirs"' not in text  # it has no PATCH
             assert "no call &lt;idle&gt;" in text

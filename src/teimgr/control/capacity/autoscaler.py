@@ -124,7 +124,7 @@ class Figures(NamedTuple):
     reason: str
 
 
-_NO_REPLICAS = Figures(0, 0.0, 0.0, 0.0, 0, 0, "replicas stay as given")
+_NO_REPLICAS = Figures(0, 0.0, 0.0, 0.0, 0, 0, "the number of replicas is fixed")
 
 
 class _Sums(NamedTuple):
@@ -270,7 +270,9 @@ class Autoscaler:
         running = sum(each.role == "serving" and each.state is State.RUNNING for each in view.workers)
         decision = course.decision if course and view.state is State.RUNNING else None
         waiting_s = queued / (rate * running) if rate and running else 0.0
-        wanted, reason = (decision.wanted, decision.reason) if decision else (running, "replicas stay as given")
+        wanted, reason = (
+            (decision.wanted, decision.reason) if decision else (running, "the number of replicas is fixed")
+        )
         return Figures(round(queued), round(waiting_s, 3), round(rate, 1), round(refused, 3), running, wanted, reason)
 
     async def page(self) -> Page:
