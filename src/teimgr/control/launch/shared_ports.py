@@ -16,7 +16,7 @@ from teimgr.http.connection_gate import BACKLOG
 from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
 from teimgr.worker.connection_queue import ConnectionQueue
 
-_SHARE_LIMIT_S = 2.0
+_SHARE_LIMIT_S = 15.0  # a worker that loads its model may answer late
 _SHARE_BYTES = 4096
 
 
