@@ -19,7 +19,7 @@ images/, sounds/         files decoded and prepared, ahead of their batch
 A load:
 loading, model_choice    load a model from `EngineOptions`
 library_model,           models of transformers; first modules of a model's own code; routes by role; own copies of code
-own_reader, routes,      that transformers does not have
+own_reader,              that transformers does not have
 own_models/
 weights/                 adapters, GGUF, ONNX, files of a model's own, copies on the host
 fidelity/                the choice of dtype and batching: candidates, their speed, their results beside a reference

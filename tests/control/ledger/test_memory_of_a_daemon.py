@@ -29,7 +29,7 @@ def _settled(client: Client, name: str) -> Instance:
 def _measured_bytes(daemon: DaemonProcess) -> int:
     """What the daemon keeps as the host memory of the one model that ran."""
     kept = daemon.folder / "state.memory.json"
-    until(kept.is_file, "the measured figure", 20)
+    until(kept.is_file, "the measured figure", 60)
     (figure,) = json.loads(kept.read_bytes())["measured"].values()
     return int(figure["host_bytes"])
 
