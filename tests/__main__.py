@@ -1,4 +1,4 @@
-"""`python -m tests [-n 3] [ARGUMENT OF PYTEST …]`: the suite in several processes, which take groups of files in turns.
+"""`python -m tests [-n 4] [ARGUMENT OF PYTEST …]`: the suite in several processes, which take groups of files in turns.
 
 Each process is pytest that collects a group when its turn has come (`groups.py`), so that the suite is imported and
 collected once in all. Dots and letters of tests appear at once, the rest of what a process says when it has ended.
@@ -26,7 +26,7 @@ NOTHING_TO_RUN = 5  # pytest's status where no test was chosen
 def main() -> int:
     """Run the suite; the worst exit status of the processes."""
     parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__, allow_abbrev=False)
-    parser.add_argument("-n", type=int, default=3, help="processes; 3 keep two cores busy, as a test waits at times")
+    parser.add_argument("-n", type=int, default=4, help="processes; 4 keep two cores busy, as a test waits at times")
     parser.add_argument("--under", action="append", type=Path, help="only groups with a file there; may be repeated")
     options, arguments = parser.parse_known_args()
     under = [path.resolve() for path in options.under or [ROOT]]

@@ -36,7 +36,7 @@ KINDS = (
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_invariant_breaks_and_a_run_that_is_stopped_leaves_its_report(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.faults", "--only", *KINDS, "--report", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.faults", "--patience", "2", "--only", *KINDS, "--report", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         assert any(line.startswith("6 faults") for line in run.stdout)

@@ -45,6 +45,7 @@ class MuxProcess:
             "max_message_bytes": MAX_MESSAGE_BYTES,
             "max_parallel_streams": WINDOW,
             "run_dir": str(self.folder),
+            "orphan_grace_s": 3600.0,  # tests of other files may run between two that share it
         }
         self.config = MuxConfig(**(values | overrides))
         path = self.folder / "mux.json"
