@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -87,10 +88,9 @@ def listening_process(port: int) -> str | None:
         with suppress(OSError):
             rows = [row.split() for row in Path("/proc/net", table).read_text().splitlines()[1:]]
             sockets |= {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1][-4:], 16) == port}
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
-        with suppress(OSError):
-            if str(descriptor.readlink()) in sockets:
-                process = descriptor.parents[1]
+    for process in Path("/proc").glob("[0-9]*") if sockets else ():
+        with suppress(OSError):  # another user's, or ended since; `realpath` passes over a descriptor closed since
+            if any(os.path.realpath(each).rpartition("/")[2] in sockets for each in (process / "fd").iterdir()):
                 words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
                 return f"process {process.name} ({b' '.join(words).decode(errors='replace')[:_SHOWN_COMMAND]})"
     return None
