@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from teimgr.control.capacity.advisor import Advisor
+from teimgr.control.capacity.advisor import SEEN_PART, Advisor
 from teimgr.control.capacity.kept_file import KeptFile
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.ledger.footprints import Footprints
@@ -71,9 +71,10 @@ class Setup:
         self.kept = KeptFile(path)
         self.advisor = self.made()
 
-    def made(self) -> Advisor:
+    def made(self, seen_part: float = 0.0) -> Advisor:
         fleet = self.fleet
-        return Advisor(fleet, fleet.stats, self.memory, Cards(), self.kept, clock=lambda: fleet.time)
+        how: dict[str, Any] = {"clock": lambda: fleet.time, "seen_part": seen_part}
+        return Advisor(fleet, fleet.stats, self.memory, Cards(), self.kept, **how)
 
     async def applied(self) -> None:
         """The idle instance `a` is made one on demand, as the route does it."""
@@ -155,6 +156,14 @@ async def test_the_next_daemon_judges_what_this_one_has_applied(tmp_path: Path) 
     setup.fleet.time = 61
     await setup.advisor.judge()
     assert setup.state()[0] == "taken_back"
+
+
+async def test_an_instance_that_has_just_begun_is_not_idle() -> None:
+    setup = Setup()
+    for seen_part, found in ((0.0, ["idle.a"]), (SEEN_PART, [])):
+        advisor = setup.made(seen_part)
+        await advisor.look()
+        assert [each.id for each in await advisor.recommendations()] == found
 
 
 async def test_only_what_is_recommended_now_has_an_id() -> None:

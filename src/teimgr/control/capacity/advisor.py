@@ -25,6 +25,7 @@ from teimgr.spec import Incident, InstanceSpec, InstanceView, now_rfc3339
 log = logging.getLogger(__name__)
 
 DEFAULT_WINDOW_S = 600
+SEEN_PART = 0.5  # of a window: an instance without a call in its first seconds is not idle
 MAX_WINDOW_S = int(HOUR_S)
 _SECTION = "applied"
 _KEPT = 100
@@ -90,7 +91,9 @@ class Advisor:
         kept: KeptFile | None = None,
         pays: Callable[[str], bool] = lambda name: True,
         clock: Callable[[], float] = time.time,
+        seen_part: float = SEEN_PART,
     ) -> None:
+        self._seen_part = seen_part
         self._fleet = fleet
         self._stats = stats
         self._memory = memory
@@ -139,7 +142,8 @@ class Advisor:
     ) -> list[Recommendation]:
         """What to change now, by the last `window_s` seconds, of the instances that `only` covers.
 
-        None of an instance whose last change is still watched, and none that was taken back within a day.
+        None of an instance that was seen for less than half of them, or whose last change is still watched, and none
+        that was taken back within a day.
         """
         await self.look()
         cards = await self._cards.read()
@@ -150,7 +154,8 @@ class Advisor:
         for name in self._histories:
             if name not in watched and only(name):
                 with suppress(InstanceNotFound):
-                    found += recommend(self._observe(name, cards, window_s))
+                    seen = self._observe(name, cards, window_s)
+                    found += recommend(seen) if seen.span_s >= self._seen_part * window_s else ()
         return [each for each in found if each.id not in vain]
 
     async def find(self, id: str, window_s: float = DEFAULT_WINDOW_S) -> Recommendation:
