@@ -236,6 +236,7 @@ static const char *weights_of(const struct group *group, struct taken taken) {
     const struct program *program = group->program;
     if (taken.step < 0 || taken.step >= program->step_count) return NULL;
     const struct step *step = program->steps + taken.step;
+    if (step->kind != LINEAR) return NULL;
     const int64_t columns = panel_width(program->level), size = step->scales != NULL ? 1 : program->bfloat16 ? 2 : 4;
     return (const char *)step->weights + taken.unit / ceiling(group->tokens, ROW_TILE) * columns * step->inner * size;
 }
