@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from teimgr.errors import DeadlineExceeded, Unavailable, error_from_code
-from teimgr.observability.request_context import CURRENT
+from teimgr.observability.request_context import current_tenant
 from teimgr.wire.routing.on_demand import WaitingCalls, answer_call
 
 Message = dict[str, Any]
@@ -49,8 +49,7 @@ class DaemonLoads:
     async def _answered(self, call: int, instance: str, timeout_s: float | None) -> None:
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
         try:
-            context = CURRENT.get()
-            if not self._send({"load": [call, instance, timeout_s], "tenant": context.tenant if context else 0}):
+            if not self._send({"load": [call, instance, timeout_s], "tenant": current_tenant()}):
                 raise Unavailable(f"Instance '{instance}' is not loaded, and no daemon is here to load it")
             async with asyncio.timeout(timeout_s) as limit:
                 await answer

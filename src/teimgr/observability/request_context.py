@@ -215,6 +215,13 @@ class Telemetry:
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
 """The request context of the current task."""
 
+
+def current_tenant() -> int:
+    """The number of the API key of the current task's call; 0 without one."""
+    context = CURRENT.get()
+    return 0 if context is None else context.tenant
+
+
 ORDERED_BY: ContextVar[str | None] = ContextVar("ordered_by", default=None)
 """Who ordered the change that the current task makes, such as `key ops`; None for what the daemon does by itself."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from teimgr.engine.job import Content, Input, Picture, Sound, pictures_of
 from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.models.source import shown_id
-from teimgr.observability.request_context import CURRENT
+from teimgr.observability.request_context import current_tenant
 from teimgr.worker import http_inference as http
 
 if TYPE_CHECKING:  # importing the engine imports torch
@@ -191,12 +191,7 @@ def _fetching(dispatcher: Dispatcher, links: Sequence[str]) -> AbstractAsyncCont
     """The files that items link to, on their way; none where links are refused."""
     if dispatcher.fetcher is None or not links:
         return nullcontext({})
-    return dispatcher.fetcher.fetching(links, _tenant())
-
-
-def _tenant() -> int:
-    context = CURRENT.get()
-    return 0 if context is None else context.tenant
+    return dispatcher.fetcher.fetching(links, current_tenant())
 
 
 def _sent_in(item: SentImage | SentContent) -> Sequence[SentImage]:
@@ -223,7 +218,7 @@ async def _read_sent(dispatcher: Dispatcher, sent: SentImage, files: _Files) -> 
         fetched = sent if link is None else sent._replace(data=await files[link])
         if fetched.page is not None:
             document = await dispatcher.off_loop(image_bytes, fetched)
-            rendered = await dispatcher.renderer().page(document, fetched.page or None, _tenant())
+            rendered = await dispatcher.renderer().page(document, fetched.page or None, current_tenant())
             fetched = SentImage(rendered, sent.field)
         return await dispatcher.off_loop(_read, dispatcher, fetched)
     except InvalidInput as error:

@@ -58,7 +58,7 @@ from teimgr.http.direct import DirectRequest, answered_directly
 from teimgr.http.replies import has_room, room_for_reply
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.observability.request_context import CURRENT
+from teimgr.observability.request_context import CURRENT, current_tenant
 from teimgr.spec import KEEP_ALIVE, LANE_KEY, LOAD_NS, InstanceView, RouteEntry
 from teimgr.wire import error_bodies
 from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OLLAMA, OPENAI, TEI_OPENAI, VLLM, WEAVIATE
@@ -324,8 +324,7 @@ class Gateway:
         """The reply of a worker for the client; the model stays as long as the call has asked."""
         if (seconds := reply.headers.get(KEEP_ALIVE)) is None:
             return reply
-        context = CURRENT.get()
-        self._loads.keep(instance, float(seconds), 0 if context is None else context.tenant)
+        self._loads.keep(instance, float(seconds), current_tenant())
         return reply._replace(headers={name: value for name, value in reply.headers.items() if name != KEEP_ALIVE})
 
     async def _lease(self, call: _Call) -> Lease:

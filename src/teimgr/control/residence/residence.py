@@ -48,7 +48,7 @@ from teimgr.control.residence.model import Fleet, Phase, idle_until
 from teimgr.control.residence.policy import decide
 from teimgr.control.residence.rehearsal import Rehearsal, waits
 from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Overloaded, Stopped, TeimgrError, Unavailable
-from teimgr.observability.request_context import CURRENT
+from teimgr.observability.request_context import current_tenant
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State, now_rfc3339
 from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.on_demand import answer_call
@@ -150,8 +150,7 @@ class Residence:
         call, now = next(self._numbers), self._now()
         limit_s = WAIT_LIMIT_S if timeout_s is None else min(timeout_s, WAIT_LIMIT_S)
         if self._owner.spec(instance) is None:  # the id of a model that no instance has
-            context = CURRENT.get()
-            key = self._tenants.badge(0 if context is None else context.tenant)
+            key = self._tenants.badge(current_tenant())
             instance = await self._owner.declare(instance, key, self._value) or instance
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
         self._mailbox.put_nowait(CallAsked(call, instance, now + limit_s))
