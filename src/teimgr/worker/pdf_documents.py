@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
+from teimgr.engine.batching.fair_share import TenantTurns
+from teimgr.engine.job import Share
 from teimgr.errors import Overloaded
 from teimgr.wire import pdf_pages
 
 _AT_ONCE = 2  # of a worker: each has a process that reads what a stranger sent
 _WAIT_S = 30.0
+
+
+class _Waiting(NamedTuple):
+    share: Share
+    turn: asyncio.Future[None]
 
 
 class PageRenderer:
@@ -19,7 +26,7 @@ class PageRenderer:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "pdf")
         self._free = _AT_ONCE
-        self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # by tenant, the next one first
+        self._waiting = TenantTurns[_Waiting]()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -49,7 +56,7 @@ class PageRenderer:
             self._free -= 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._waiting.append(_Waiting(Share(tenant), turn))
         try:
             await turn
         except asyncio.CancelledError:
@@ -58,14 +65,9 @@ class PageRenderer:
             raise
 
     def _give_turn(self) -> None:
-        """To the first page of the next tenant, which then is the last of the tenants."""
         while self._waiting:
-            tenant, turns = next(iter(self._waiting.items()))
-            turn = turns.popleft()
-            del self._waiting[tenant]
-            if turns:
-                self._waiting[tenant] = turns
-            if not turn.done():
+            turn = self._waiting.popleft().turn
+            if not turn.done():  # else its caller has gone
                 turn.set_result(None)
                 return
         self._free += 1
