@@ -727,10 +727,16 @@ def test_a_call_may_ask_how_long_its_model_stays() -> None:
     assert room.phase("a") is Phase.UNLOADED  # what was asked was for its last stay
 
 
-def test_a_model_stays_as_long_as_the_longest_of_what_its_keys_want() -> None:
+def idle_for_ten_seconds() -> Room:
+    """A room in which the model `a` has just been loaded, and goes after ten seconds without calls."""
     room = Room()
     room.declare("a", idle_timeout_s=10.0)
     room.resident("a", for_s=0.0)
+    return room
+
+
+def test_a_model_stays_as_long_as_the_longest_of_what_its_keys_want() -> None:
+    room = idle_for_ten_seconds()
     room.tell(Kept("a", 100.0, key=1))
     room.now += 20.0
     room.tell(Kept("a", 0.0, key=2), Tick())
@@ -744,9 +750,7 @@ def test_a_model_stays_as_long_as_the_longest_of_what_its_keys_want() -> None:
 
 
 def test_a_key_shortens_no_stay_of_keys_that_have_asked_for_none() -> None:
-    room = Room()
-    room.declare("a", idle_timeout_s=10.0)
-    room.resident("a", for_s=0.0)
+    room = idle_for_ten_seconds()
     room.tell(Kept("a", 0.0, key=2), Used("a", 3, 0, keys=(1, 2)), Tick())
     assert (room.phase("a"), room.fleet.due()) == (Phase.LOADED, room.now + 10.0)
     room.now += 5.0
@@ -758,9 +762,7 @@ def test_a_key_shortens_no_stay_of_keys_that_have_asked_for_none() -> None:
 
 
 def test_a_key_that_is_gone_keeps_a_model_no_longer_than_it_asked() -> None:
-    room = Room()
-    room.declare("a", idle_timeout_s=10.0)
-    room.resident("a", for_s=0.0)
+    room = idle_for_ten_seconds()
     room.tell(Kept("a", 60.0, key=1))
     for _ in range(8):
         room.now += 10.0

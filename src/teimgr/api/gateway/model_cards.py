@@ -59,12 +59,11 @@ _OUTPUTS = {"dense": "dense", "sparse": "sparse", "multi-vector": "multivector",
 
 
 class _Listed(NamedTuple):
-    """The last list that was asked for, and of what: these objects, while nothing has changed."""
+    """The last list that was asked for, and what it is of: these very objects. A change of an instance drops it."""
 
     names: Sequence[str]
     aliases: Iterable[str]
     who: tuple[str, bool, tuple[str, ...] | None]
-    changes: int
     body: bytes
 
 
@@ -104,15 +103,10 @@ class CardRows:
         who, changes, last = (owner, caller.is_operator, caller.instances), self._changes, self._listed
         if last is not None and last.names is names and last.aliases is aliases and last.who == who:
             return last.body
-        rows = await self.rows(names, owner, caller, aliases)
-        pieces = [*rows, *rows] or [b"", b""]
-        pieces[0] = b'{"object":"list","data":[' + pieces[0]
-        half = len(pieces) // 2
-        pieces[half - 1 : half + 1] = [pieces[half - 1] + b'],"models":[' + pieces[half]]
-        pieces[-1] += b"]}"
-        body = b",".join(pieces)  # once: its pages are what the list costs
+        rows = b",".join(await self.rows(names, owner, caller, aliases))
+        body = b"".join((b'{"object":"list","data":[', rows, b'],"models":[', rows, b"]}"))
         if changes == self._changes:
-            self._listed = _Listed(names, aliases, who, changes, body)
+            self._listed = _Listed(names, aliases, who, body)
         return body
 
     async def rows(self, names: Sequence[str], owner: str, caller: Caller, aliases: Iterable[str] = ()) -> list[bytes]:

@@ -232,10 +232,11 @@ def _routers(parts: State) -> Iterator[APIRouter]:
         (parts.tenants, (usage.router,)),
         (parts.autoscaler, (recommendations.scaling_router,)),
         (parts.advisor, (recommendations.router,)),
-        (True, (hosts.router,)),
-        (parts.batches, (files.router, batch_routes.router)),
     ):
         yield from routers if part is not None else ()
+    yield hosts.router
+    if parts.batches is not None:
+        yield from (files.router, batch_routes.router)
 
 
 def _add_middleware(

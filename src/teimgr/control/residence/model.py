@@ -107,12 +107,11 @@ class Model:
 
         The longest of what the tenants want, each from its own last call.
         """
-        wishes = [Wish(self.wishes[self.last_key].seconds, self.used_at), *self.wishes.values()] if self.wishes else []
-        return max(
-            ((wish.at + self._stays_s(wish.seconds), wish.seconds) for wish in wishes),
-            key=lambda each: each[0],
-            default=(self.used_at + self._stays_s(None), None),
-        )
+        if not self.wishes:
+            return self.used_at + self._stays_s(None), None
+        last = Wish(self.wishes[self.last_key].seconds, self.used_at)
+        longest = max((last, *self.wishes.values()), key=lambda wish: wish.at + self._stays_s(wish.seconds))
+        return longest.at + self._stays_s(longest.seconds), longest.seconds
 
     def _stays_s(self, asked_s: float | None) -> float:
         return asked_s if asked_s is not None else self.terms.idle_timeout_s or math.inf

@@ -142,18 +142,12 @@ class PicturedModel(Model):
                 log.info("the layers of the image half in %s are not native: %s", each, refusal)
                 continue
             found = self.vectors(self.known)
-            cosine = least_cosine(found, reference)
-            if cosine >= (EXACT_COSINE if each is torch.float32 else least):
+            limit = EXACT_COSINE if each is torch.float32 else least
+            if (cosine := least_cosine(found, reference)) >= limit:
                 self._layers = [vision.encoder]
                 self._compute_first_rows_alone(vision.encoder, found)
-                own_patches = put_native_patches(vision, each)
-                found = self.vectors(self.known)
-                if least_cosine(found, reference) >= (EXACT_COSINE if each is torch.float32 else least):
-                    self._layers += [getattr(parent, name) for parent, name, _ in own_patches]
-                    return found
-                for parent, name, patches in own_patches:
-                    setattr(parent, name, patches)
-                return self.vectors(self.known)
+                patched = self._use_native_patches(vision, each, reference, limit)
+                return found if patched is None else patched
             vision.encoder = own
             log.warning("native layers of the image half in %s are refused: a cosine of %.6f", each, cosine)
         return reference
@@ -165,6 +159,17 @@ class PicturedModel(Model):
             layers.first_alone = torch.equal(self.vectors(self.known), known)
         except (RuntimeError, IndexError, ValueError):  # of a head that reads all rows
             layers.first_alone = False
+
+    def _use_native_patches(self, vision: Any, dtype: torch.dtype, reference: Tensor, limit: float) -> Tensor | None:
+        """The known pictures' vectors with native patches; None, without these, where `reference` is too far away."""
+        own = put_native_patches(vision, dtype)
+        found = self.vectors(self.known)
+        if least_cosine(found, reference) >= limit:
+            self._layers += [getattr(parent, name) for parent, name, _ in own]
+            return found
+        for parent, name, patches in own:
+            setattr(parent, name, patches)
+        return None
 
     def _closeness(self) -> float:
         """The lowest cosine of the known pictures to the reference."""

@@ -599,7 +599,7 @@ static int run_kept(struct forward *call) {
         all.program = &own, all.out = states, all.kept = NULL;
         status = run_all(&all);
         call->waited = all.waited;
-        for (int64_t i = 0; i < call->texts; i++)
+        for (int64_t i = 0; status == DONE && i < call->texts; i++)
             memcpy(rows + (size_t)i * width, states + (size_t)call->kept[i] * width, row);
         if (status == DONE && at < last) status = run_narrow(call, at, rows);
     }
