@@ -30,6 +30,24 @@ from teimgr.engine.text.tokenizer import TextTokenizer
 from teimgr.errors import ModelLoadFailed, OutOfDeviceMemory
 from teimgr.models.layout import Backbone, Layout
 
+log = logging.getLogger(__name__)
+
+DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
+_HOST = torch.device("cpu")
+_SHORT_TEXT = 16  # tokens
+_BY_USE = (Output.DENSE, Output.SCORES, Output.SPARSE, Output.MULTI_VECTOR, Output.TOKENS)
+# Of a layout, what the transformer and its token ids follow from.
+_OF_READING = (
+    *("transformer_dir", "weights_dir", "adapters", "backbone", "config", "max_length"),
+    *("reader", "pools_itself"),
+)
+
 
 class RoutedModel(Model):
     """A model of queries and one of documents, each of which has passed the gate on its own: each text goes to the one
@@ -82,25 +100,6 @@ class RoutedModel(Model):
 def _larger(first: Model, second: Model) -> Model:
     """The one with the wider transformer, by which the limits of a batch are worked out."""
     return max(first, second, key=lambda one: one.backbone.width if isinstance(one.backbone, Transformer) else 0)
-
-
-log = logging.getLogger(__name__)
-
-DTYPES = {
-    "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int8": torch.int8,
-}
-_HOST = torch.device("cpu")
-_SHORT_TEXT = 16  # tokens
-_BY_USE = (Output.DENSE, Output.SCORES, Output.SPARSE, Output.MULTI_VECTOR, Output.TOKENS)
-# Of a layout, what the transformer and its token ids follow from.
-_OF_READING = (
-    *("transformer_dir", "weights_dir", "adapters", "backbone", "config", "max_length"),
-    *("reader", "pools_itself"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

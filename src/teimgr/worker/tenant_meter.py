@@ -39,6 +39,8 @@ from teimgr.worker.remote_tenants import RemoteMeter
 from teimgr.worker.submission import Submission
 from teimgr.worker.tenant_till import Slip, Till, open_till
 
+log = logging.getLogger(__name__)
+
 
 class Tenants:
     """The meter in the file at `path`, opened when there is one. Without it nothing is charged or counted.
@@ -114,8 +116,6 @@ def _least_tokens(job: Job) -> int:
         return int(np.count_nonzero(job.inputs.lengths))
     return sum([1 for item in job.inputs if characters(item)])
 
-
-log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0  # after which a table that was full is tried again
 

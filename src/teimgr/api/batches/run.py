@@ -27,6 +27,8 @@ from teimgr.http.byte_budget import ByteBudget
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 
+log = logging.getLogger(__name__)
+
 NO_ROOM_PAUSE_S = 5.0
 _COMMIT_S = 1.0
 # A commit begins at once at this many bytes; at twice as many, further results must wait.
@@ -105,8 +107,6 @@ class Results:
             else:
                 event.clear()
 
-
-log = logging.getLogger(__name__)
 
 # Longer than any line that `max_line_kb` lets pass, now or when the file was validated.
 _LONGEST_LINE_BYTES = 32 * 2**20

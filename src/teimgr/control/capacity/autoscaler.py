@@ -22,6 +22,8 @@ from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, Sample
 from teimgr.spec import Incident, InstanceView, State, WorkerView, now_rfc3339
 
+log = logging.getLogger(__name__)
+
 _SECTION = "rates"
 _MAX_RATES = 10_000
 _SAME = 0.05
@@ -69,8 +71,11 @@ class MeasuredRates:
         self._rates[key] = seen.rate, totals
         while len(self._rates) > _MAX_RATES:
             del self._rates[next(iter(self._rates))]
-        sums = {key: {str(count): list(each) for count, each in of.items()} for key, (_, of) in self._rates.items()}
-        self._kept.put(_SECTION, {key: {"rate": self._rates[key][0], "totals": each} for key, each in sums.items()})
+        self._kept.put(_SECTION, {key: _record(*rates) for key, rates in self._rates.items()})
+
+
+def _record(rate: float, totals: dict[int, tuple[float, int]]) -> dict[str, Any]:
+    return {"rate": rate, "totals": {str(count): list(total) for count, total in totals.items()}}
 
 
 def _of(record: Any) -> tuple[float, dict[int, tuple[float, int]]]:
@@ -88,8 +93,6 @@ def _are_alike(known: dict[int, tuple[float, int]], now: dict[int, tuple[float, 
 def _differ(before: float, now: float) -> bool:
     return abs(now - before) > _SAME * max(before, 1e-9)
 
-
-log = logging.getLogger(__name__)
 
 INTERVAL_S = 2.0
 _HOLD_S = 60.0  # after replicas that did not start, before they are tried again
@@ -270,9 +273,7 @@ class Autoscaler:
         running = sum(each.role == "serving" and each.state is State.RUNNING for each in view.workers)
         decision = course.decision if course and view.state is State.RUNNING else None
         waiting_s = queued / (rate * running) if rate and running else 0.0
-        wanted, reason = (
-            (decision.wanted, decision.reason) if decision else (running, "the number of replicas is fixed")
-        )
+        wanted, reason = (decision.wanted, decision.reason) if decision else (running, _NO_REPLICAS.reason)
         return Figures(round(queued), round(waiting_s, 3), round(rate, 1), round(refused, 3), running, wanted, reason)
 
     async def page(self) -> Page:

@@ -1,6 +1,6 @@
 """Places for instances that calls have made, `[on_demand] max_instances`, shared fairly between keys.
 
-Pure: `grant` gets the instances of now, and says whether a key may have one more made, and which has to go for it.
+Pure: `grant` decides by the present instances whether one more is made for a key, and which one is deleted for it.
 """
 
 from __future__ import annotations

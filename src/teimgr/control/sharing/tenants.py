@@ -23,6 +23,8 @@ from teimgr.wire.tenants import quotas
 from teimgr.wire.tenants.quotas import NS_PER_S
 from teimgr.wire.tenants.table import FILE, Counter, RowCounts, TenantKey, TenantTable, arrival_at
 
+log = logging.getLogger(__name__)
+
 _NONE = (0,) * len(Counter)
 
 
@@ -109,8 +111,6 @@ def _of_rows(rows: Iterable[list[Any]]) -> dict[UsageKey, Counts]:
         found[UsageKey(*map(str, row[:width]))] = tuple(map(int, row[width:]))
     return found
 
-
-log = logging.getLogger(__name__)
 
 USAGE_FILE = "usage.json"
 """Beside the state file."""

@@ -214,8 +214,8 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def webp_pixels(data: bytes, mode: str, size: tuple[int, int]) -> Image.Image | None:
-    """The pixels of a large WebP image, RGB or RGBA as `mode` says: by the library that Pillow brings along, into
-    memory of ours, as Pillow copies them under the GIL. None for an animation, or without the library.
+    """The pixels of a large WebP image, whose `mode` is RGB or RGBA, decoded by the libwebp that is part of Pillow,
+    without Pillow's copy of them under the GIL. None for an animation, or without the library.
 
     Raises:
         OSError: the file is truncated or broken.
