@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from tests.support.small_servers import Certificates, Daemon, serve
 
-from teimgr.client import AsyncClient, Tls
+from teimgr.client import AsyncClient, Tls, http_replies
+from teimgr.client.rest_client import RestClient
 from teimgr.errors import (
     DeadlineExceeded,
     Internal,
@@ -45,6 +48,27 @@ async def test_a_reply_that_is_no_json_is_an_internal_error(client: AsyncClient,
     async with serve(daemon) as url, AsyncClient(url) as other:
         with pytest.raises(Internal, match="no JSON"):
             await other.health()
+
+
+async def test_a_reply_without_an_end_is_given_up(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=200 if request.method == "GET" else 503)
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            while True:
+                await response.write(bytes(2**16))
+        return response
+
+    monkeypatch.setattr(http_replies, "MAX_REPLY_BYTES", 2**20)
+    daemon.health = daemon.download = endless  # type: ignore[method-assign]
+    async with serve(daemon) as url, AsyncClient(url, timeout_s=20) as client:
+        with pytest.raises(Internal, match="/health: the reply has more than 1048576 bytes"):
+            await client.health()
+        with pytest.raises(Internal, match="/health: the reply has more than 1048576 bytes"):
+            await asyncio.to_thread(RestClient(url, timeout_s=20).health)
+        with pytest.raises(Internal, match="/download: the reply has more than 1048576 bytes"):
+            async for _ in client.download_model("org/any"):
+                pass
 
 
 async def test_rest_over_mtls(daemon: Daemon, certificates: Certificates) -> None:

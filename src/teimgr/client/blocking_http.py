@@ -9,83 +9,40 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlencode
 
 from teimgr.client.connection_causes import reason_of
-from teimgr.client.http_replies import (
-    MAX_REPLY_BYTES,
-    EventParser,
-    JsonObject,
-    Query,
-    Reply,
-    RestChannel,
-    ServerSentEvent,
-    error_from_reply,
-)
-from teimgr.client.server_address import ServerAddress, Tls
-from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
-from teimgr.wire.spaces import EXPECT_KEY
+from teimgr.client.http_replies import CONNECT_S, JsonObject, Query, ReplyHead, RestChannel
+from teimgr.errors import DeadlineExceeded, Unreachable, ValidationError
 from teimgr.wire.status import CODE_KEY
 
-_CONNECT_S = 10.0
 _CHUNK_BYTES = 65536
 
 
 class BlockingHttpChannel(RestChannel):
     """One connection per call; nothing to open or close."""
 
-    def __init__(
-        self, address: ServerAddress, tls: Tls, api_key: str | None = None, expect_fingerprint: str | None = None
-    ) -> None:
-        self._address = address
-        self._tls = tls
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        if expect_fingerprint is not None:
-            self._headers[EXPECT_KEY] = expect_fingerprint
-        self._context: Any = None
-
-    async def events(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: JsonObject | None = None,
-        query: Query | None = None,
-        last_event_id: str | None = None,
-    ) -> AsyncGenerator[ServerSentEvent]:
-        headers = {"Accept": "text/event-stream"}
-        if last_event_id is not None:
-            headers["Last-Event-ID"] = last_event_id
-        with self.reply(method, path, body, query, headers, None) as (_, reply):
-            if reply.status >= 400:
-                raise error_from_reply(reply.status, reply.read(), reply.headers.get(CODE_KEY))
-            parser = EventParser()
-            while chunk := reply.read1(_CHUNK_BYTES):
-                for event in parser.feed(chunk):
-                    yield event
+    _context: Any = None
 
     async def pause(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - runs without an event loop
 
-    async def _exchange(
-        self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
-    ) -> Reply:
+    @asynccontextmanager
+    async def _reply(
+        self,
+        method: str,
+        path: str,
+        body: JsonObject | None,
+        query: Query | None,
+        headers: Mapping[str, str],
+        timeout_s: float | None,
+    ) -> AsyncIterator[ReplyHead]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self.reply(method, path, body, query, {}, timeout_s) as (sock, reply):
-            parts: list[bytes] = []
-            size = 0
-            while True:
-                if deadline is not None:
-                    sock.settimeout(max(deadline - time.monotonic(), 0.001))
-                if not (part := reply.read1(_CHUNK_BYTES)):
-                    return Reply(reply.status, b"".join(parts), reply.headers.get(CODE_KEY))
-                parts.append(part)
-                size += len(part)
-                if size > MAX_REPLY_BYTES:
-                    raise Internal(f"{method} {path}: the reply has more than {MAX_REPLY_BYTES} bytes")
+        with self.reply(method, path, body, query, headers, timeout_s) as (sock, reply):
+            yield ReplyHead(reply.status, reply.headers.get(CODE_KEY), _pieces(sock, reply, deadline))
 
     @contextmanager
     def reply(
@@ -124,7 +81,7 @@ class BlockingHttpChannel(RestChannel):
             connection.close()
 
     def _connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self._address.host, self._address.port, timeout=_CONNECT_S)
+        return http.client.HTTPConnection(self._address.host, self._address.port, timeout=CONNECT_S)
 
     def _connect(self, connection: http.client.HTTPConnection) -> socket.socket:
         """Connect within its own limit; over TLS, verify the name that the files of `tls` ask for."""
@@ -132,7 +89,7 @@ class BlockingHttpChannel(RestChannel):
         try:
             if self._address.path:
                 connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                connection.sock.settimeout(_CONNECT_S)
+                connection.sock.settimeout(CONNECT_S)
                 connection.sock.connect(self._address.path)
             else:
                 connection.connect()
@@ -140,7 +97,7 @@ class BlockingHttpChannel(RestChannel):
                 name = self._tls.server_name or self._address.host
                 connection.sock = context.wrap_socket(connection.sock, server_hostname=name)
         except TimeoutError as error:
-            raise Unreachable(self._address.url, f"no connection within {_CONNECT_S:g} s") from error
+            raise Unreachable(self._address.url, f"no connection within {CONNECT_S:g} s") from error
         sock: socket.socket = connection.sock
         return sock
 
@@ -148,3 +105,12 @@ class BlockingHttpChannel(RestChannel):
         if self._context is None:
             self._context = self._tls.ssl_context()
         return self._context
+
+
+async def _pieces(sock: socket.socket, reply: http.client.HTTPResponse, deadline: float | None) -> AsyncIterator[bytes]:
+    while True:
+        if deadline is not None:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        if not (piece := reply.read1(_CHUNK_BYTES)):
+            return
+        yield piece

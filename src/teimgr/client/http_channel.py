@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,21 +13,9 @@ from aiohttp.client_exceptions import UnixClientConnectorError
 from yarl import URL
 
 from teimgr.client.connection_causes import reason_of
-from teimgr.client.http_replies import (
-    EventParser,
-    JsonObject,
-    Query,
-    Reply,
-    RestChannel,
-    ServerSentEvent,
-    error_from_reply,
-)
-from teimgr.client.server_address import ServerAddress, Tls
+from teimgr.client.http_replies import CONNECT_S, JsonObject, Query, ReplyHead, RestChannel
 from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
-from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import CODE_KEY
-
-_CONNECT_S = 10.0
 
 
 class UnixTlsConnector(aiohttp.UnixConnector):
@@ -52,15 +40,7 @@ class UnixTlsConnector(aiohttp.UnixConnector):
 class HttpChannel(RestChannel):
     """Opened and closed by its owner, inside a running event loop."""
 
-    def __init__(
-        self, address: ServerAddress, tls: Tls, api_key: str | None = None, expect_fingerprint: str | None = None
-    ) -> None:
-        self._address = address
-        self._tls = tls
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        if expect_fingerprint is not None:
-            self._headers[EXPECT_KEY] = expect_fingerprint
-        self._session: aiohttp.ClientSession | None = None
+    _session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
         """Create the session; nothing is sent yet.
@@ -78,7 +58,7 @@ class HttpChannel(RestChannel):
         self._session = aiohttp.ClientSession(
             connector=connector,
             headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         )
 
     async def close(self) -> None:
@@ -86,47 +66,19 @@ class HttpChannel(RestChannel):
             await self._session.close()
             self._session = None
 
-    async def events(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: JsonObject | None = None,
-        query: Query | None = None,
-        last_event_id: str | None = None,
-    ) -> AsyncGenerator[ServerSentEvent]:
-        headers = {"Accept": "text/event-stream"}
-        if last_event_id is not None:
-            headers["Last-Event-ID"] = last_event_id
-        async with self._request(method, path, body, query, headers) as reply:
-            if reply.status >= 400:
-                raise error_from_reply(reply.status, await reply.read(), reply.headers.get(CODE_KEY))
-            parser = EventParser()
-            async for chunk in reply.content.iter_any():
-                for event in parser.feed(chunk):
-                    yield event
-
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def _exchange(
-        self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
-    ) -> Reply:
-        try:
-            async with asyncio.timeout(timeout_s), self._request(method, path, body, query) as reply:
-                return Reply(reply.status, await reply.read(), reply.headers.get(CODE_KEY))
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{method} {path}: no reply within {timeout_s:g} s") from error
-
     @asynccontextmanager
-    async def _request(
+    async def _reply(
         self,
         method: str,
         path: str,
         body: JsonObject | None,
         query: Query | None,
-        headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers: Mapping[str, str],
+        timeout_s: float | None,
+    ) -> AsyncIterator[ReplyHead]:
         if self._session is None:
             raise Internal("the client is not open: use it in a `with` block")
         try:
@@ -135,10 +87,15 @@ class HttpChannel(RestChannel):
             raise ValidationError(str(error)) from error
         url = URL(self._address.http_base + path, encoded=True)
         try:
-            async with self._session.request(
-                method, url, data=payload, params=query, headers=headers, server_hostname=self._tls.server_name
-            ) as reply:
-                yield reply
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(
+                    method, url, data=payload, params=query, headers=headers, server_hostname=self._tls.server_name
+                ) as reply,
+            ):
+                yield ReplyHead(reply.status, reply.headers.get(CODE_KEY), reply.content.iter_any())
         except aiohttp.ClientError as error:
             of_tls = getattr(error, "certificate_error", None)  # aiohttp's own sentence repeats the address
             raise Unreachable(self._address.url, reason_of(of_tls or error)) from error
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{method} {path}: no reply within {timeout_s:g} s") from error

@@ -1,19 +1,23 @@
-"""Replies of the REST API, without a transport: errors as `TeimgrError`, server-sent events, what a channel has."""
+"""Calls of the REST API without their transport: JSON, server-sent events, errors as `TeimgrError`."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
+from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import Code, Internal, Refused, TeimgrError, error_from_code
+from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import STATUS
 
 JsonObject = Mapping[str, Any]
 Query = Mapping[str, int | str] | list[tuple[str, str]]
 
 
+CONNECT_S = 10.0
 MAX_REPLY_BYTES, MAX_EVENT_BYTES = 256 * 2**20, 16 * 2**20
 """Of one reply, and of one event of a stream: a server that sends without an end does not fill the memory."""
 
@@ -34,8 +38,25 @@ class Reply(NamedTuple):
     code: str | None = None
 
 
+class ReplyHead(NamedTuple):
+    """The head of an HTTP reply, with the pieces of its body as they come."""
+
+    status: int
+    code: str | None
+    pieces: AsyncIterator[bytes]
+
+
 class RestChannel(ABC):
     """A connection to the REST port: `HttpChannel` on an event loop, or `BlockingHttpChannel`."""
+
+    def __init__(
+        self, address: ServerAddress, tls: Tls, api_key: str | None = None, expect_fingerprint: str | None = None
+    ) -> None:
+        self._address = address
+        self._tls = tls
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        if expect_fingerprint is not None:
+            self._headers[EXPECT_KEY] = expect_fingerprint
 
     async def call(
         self,
@@ -79,8 +100,7 @@ class RestChannel(ABC):
             raise error_from_reply(*reply)
         return reply.status == 200
 
-    @abstractmethod
-    def events(
+    async def events(
         self,
         method: str,
         path: str,
@@ -96,16 +116,48 @@ class RestChannel(ABC):
             TeimgrError: the daemon's error reply.
             Unreachable: no connection, or it was lost.
         """
+        headers = {"Accept": "text/event-stream"}
+        if last_event_id is not None:
+            headers["Last-Event-ID"] = last_event_id
+        async with self._reply(method, path, body, query, headers, None) as head:
+            if head.status >= 400:
+                raise error_from_reply(*await _whole(path, head))
+            parser = EventParser()
+            async for piece in head.pieces:
+                for event in parser.feed(piece):
+                    yield event
 
     @abstractmethod
     async def pause(self, seconds: float) -> None:
         """Wait, between two attempts."""
 
-    @abstractmethod
     async def _exchange(
         self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
     ) -> Reply:
         """The reply, whatever its status is."""
+        async with self._reply(method, path, body, query, {}, timeout_s) as head:
+            return await _whole(path, head)
+
+    @abstractmethod
+    def _reply(
+        self,
+        method: str,
+        path: str,
+        body: JsonObject | None,
+        query: Query | None,
+        headers: Mapping[str, str],
+        timeout_s: float | None,
+    ) -> AbstractAsyncContextManager[ReplyHead]:
+        """Send a request; its reply is read within the block, which as a whole takes `timeout_s` at most."""
+
+
+async def _whole(path: str, head: ReplyHead) -> Reply:
+    body = bytearray()
+    async for piece in head.pieces:
+        body += piece
+        if len(body) > MAX_REPLY_BYTES:
+            raise Internal(f"{path}: the reply has more than {MAX_REPLY_BYTES} bytes")
+    return Reply(head.status, bytes(body), head.code)
 
 
 class EventParser:
