@@ -11,7 +11,7 @@ from tests.support.models import build
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.ledger.footprints import Footprints, ModelOptions
-from teimgr.control.ledger.ledger import Footprint, Ledger, Reservation
+from teimgr.control.ledger.ledger import HEADROOM_BYTES, Footprint, Ledger, Reservation
 from teimgr.control.ledger.prediction import FIRST_CALLS_BYTES
 from teimgr.control.placement.planner import worker_spec
 from teimgr.spec import InstanceSpec, WorkerSpec
@@ -101,3 +101,16 @@ async def test_workers_that_outgrow_the_budget_are_told_with_what_each_holds() -
     admission.settle(first, large, "cpu", 57 * MIB, 0)
     held = {"large": 57 * MIB, "loading": 50 * MIB + FIRST_CALLS_BYTES}
     assert told == [("large", sum(held.values()) - 100 * MIB, held)]
+
+
+async def test_the_system_shows_of_a_loaded_worker_only_what_it_takes_now() -> None:
+    ledger = Ledger()
+    ledger.report("", "host memory", 1000 * MIB, 100 * MIB + HEADROOM_BYTES)
+    admission, spec = Admission(ledger, Known(), _refresh), _spec("large")
+    held = await admission.take(spec, "cpu")
+    admission.settle(held, spec, "cpu", 10 * MIB, 0)
+    ledger.report("", "host memory", 1000 * MIB, 90 * MIB + HEADROOM_BYTES)
+    assert ledger.free("") == 90 * MIB - FIRST_CALLS_BYTES
+    admission.settle(held, spec, "cpu", 30 * MIB, 0)
+    ledger.report("", "host memory", 1000 * MIB, 70 * MIB + HEADROOM_BYTES)
+    assert ledger.free("") == 70 * MIB

@@ -33,6 +33,33 @@ def test_two_loads_are_never_judged_by_the_same_free_bytes() -> None:
     assert ledger.judge(SMALL, CPU) is None  # its 20 MiB are in what the system reports
 
 
+def test_what_a_loaded_worker_may_still_take_is_not_promised_again() -> None:
+    """Its largest batch and its cache are reserved, and the system reports them free until they are used."""
+    ledger, idle = Ledger(), Footprint(host_bytes=20 * MIB)
+    ledger.report("", "host memory", 1000 * MIB, 200 * MIB + HEADROOM_BYTES)
+    first = _reserved(ledger)
+    ledger.settle(first, Footprint(host_bytes=90 * MIB), idle)
+    ledger.report("", "host memory", 1000 * MIB, 180 * MIB + HEADROOM_BYTES)
+    assert ledger.free("") == 110 * MIB
+    ledger.settle(first, Footprint(host_bytes=60 * MIB))  # a batch is computed
+    assert ledger.free("") == 110 * MIB, "before the system reports it"
+    ledger.report("", "host memory", 1000 * MIB, 140 * MIB + HEADROOM_BYTES)
+    assert ledger.free("") == 110 * MIB
+    tried = ledger.copy()
+    tried.release_unreported(tried.held_by("a")[0])
+    assert (tried.free(""), ledger.free("")) == (200 * MIB, 110 * MIB)
+
+
+def test_a_report_of_the_host_shows_nothing_of_a_card() -> None:
+    ledger = Ledger()
+    ledger.report("", "host memory", 1000 * MIB, 500 * MIB)
+    ledger.report("GPU-1", "GPU 0", 1000 * MIB, 800 * MIB, is_card=True)
+    held = _reserved(ledger, Footprint(host_bytes=50 * MIB, device_bytes=300 * MIB), CARD)
+    ledger.settle(held, held.footprint)
+    ledger.report("", "host memory", 1000 * MIB, 450 * MIB)
+    assert ledger.free("GPU-1") == 500 * MIB
+
+
 def test_the_lesser_of_budget_and_system_decides() -> None:
     ledger = Ledger(host_budget=1000 * MIB)
     ledger.report("", "host memory", 8000 * MIB, 100 * MIB + HEADROOM_BYTES)

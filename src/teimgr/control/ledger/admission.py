@@ -148,7 +148,8 @@ class Admission:
         )
         was_known = before is not _UNREAD and before.source != "assumed"
         most = self.footprints.learn(spec, device_kind, measured, is_first=is_first)
-        overrun = self.ledger.settle(reservation, most if is_first else measured)
+        now = Footprint(host_bytes=private, device_bytes=on_card)
+        overrun = self.ledger.settle(reservation, most if is_first else measured, now)
         self._has_read(reservation)
         for device in dict.fromkeys((reservation.place.device, reservation.place.host)):
             if excess_bytes := self.ledger.excess(device):

@@ -14,8 +14,9 @@ until its process is gone:
     copy()                                        a ledger to try decisions in, for a plan
 
 A device is a host by its name ("" where the fleet has one host) or a card by its UUID. A load fits where its footprint
-is at most the lesser of what the ledger has left and what the system reports free, less what loading workers have
-reserved and the report may not show yet. So two loads are never judged by the same free bytes.
+is at most the lesser of what the ledger has left and what the system reports free, less what workers have reserved and
+the report does not show: all of a loading one, room for the largest batch and for the cache of a loaded one. So no byte
+is promised twice.
 """
 
 from __future__ import annotations
@@ -100,11 +101,17 @@ class Reservation:
     place: Place
     footprint: Footprint
     is_settled: bool = False
-    is_seen: bool = False  # a report of the system came after it was settled
+    reading: Footprint | None = None  # what it took when it was read last
+    shown: dict[str, int] = field(default_factory=dict)  # of that, what the last report of each device includes
 
     def bytes_on(self, device: str) -> int:
         """What it holds of a device."""
         return needed_on(self.footprint, self.place, device, is_loaded=self.is_settled)
+
+    def show(self, device: str) -> None:
+        """The system has reported what is free of a device, after its last reading."""
+        if self.reading is not None:
+            self.shown[device] = needed_on(self.reading, self.place, device, is_loaded=True)
 
 
 @dataclass(slots=True)
@@ -140,8 +147,8 @@ class Account:
         if self.budget_bytes is not None:
             limits.append(self.budget_bytes - sum(self._taken(each, as_if_loaded) for each in self.held))
         if self.free_bytes is not None:
-            due = sum(self._taken(each, as_if_loaded) for each in self.held if not each.is_seen)
-            limits.append(self.free_bytes - self.headroom_bytes - due)
+            hidden = (self._taken(each, as_if_loaded) - each.shown.get(self.device, 0) for each in self.held)
+            limits.append(self.free_bytes - self.headroom_bytes - sum(max(0, size) for size in hidden))
         return min(limits)
 
     def _taken(self, held: Reservation, as_if_loaded: bool) -> int:
@@ -178,7 +185,7 @@ class Ledger:
         account = self._account(device, is_card=is_card)
         if free != account.free_bytes:
             for each in account.held:
-                each.is_seen = each.is_settled
+                each.show(device)
         account.label, account.total_bytes, account.free_bytes = label, total, free
 
     def judge(self, footprint: Footprint, place: Place) -> Shortage | None:
@@ -205,12 +212,13 @@ class Ledger:
             self._account(device, is_card=device == place.gpu).held.append(reservation)
         return reservation
 
-    def settle(self, reservation: Reservation, measured: Footprint) -> Overrun | None:
+    def settle(self, reservation: Reservation, measured: Footprint, now: Footprint | None = None) -> Overrun | None:
         """Replace what a worker has reserved by what it takes. Later measurements only raise it.
 
-        The result has both figures where it takes more than it had reserved.
+        `now` is what it takes at present, if that is less. The result has both figures where it takes more than it had
+        reserved.
         """
-        before, was_settled = reservation.footprint, reservation.is_settled
+        before, was_settled, now = reservation.footprint, reservation.is_settled, now or measured
         overrun = self._overrun(reservation, measured)
         if was_settled:
             measured = replace(
@@ -218,7 +226,7 @@ class Ledger:
                 host_bytes=max(before.host_bytes, measured.host_bytes),
                 device_bytes=max(before.device_bytes, measured.device_bytes),
             )
-        reservation.footprint, reservation.is_settled = measured, True
+        reservation.footprint, reservation.is_settled, reservation.reading = measured, True, now
         return overrun
 
     def release(self, reservation: Reservation) -> None:
@@ -232,8 +240,8 @@ class Ledger:
         """Like `release`, in a copy: the system's figure rises by what it has seen, as no report will follow."""
         for device in dict.fromkeys((reservation.place.device, reservation.place.host)):
             account = self._accounts[device]
-            if reservation in account.held and reservation.is_seen and account.free_bytes is not None:
-                account.free_bytes += reservation.bytes_on(device)
+            if reservation in account.held and account.free_bytes is not None:
+                account.free_bytes += reservation.shown.get(device, 0)
         self.release(reservation)
 
     def held_on(self, device: str) -> dict[str, int]:
@@ -266,7 +274,7 @@ class Ledger:
         made = Ledger(*self._budgets, refuses=self._refuses)
         twins: dict[int, Reservation] = {}
         for device, account in self._accounts.items():
-            held = [twins.setdefault(id(each), replace(each)) for each in account.held]
+            held = [twins.setdefault(id(each), replace(each, shown={**each.shown})) for each in account.held]
             made._accounts[device] = replace(account, held=held)
         return made
 
