@@ -137,9 +137,10 @@ def _engine(texts: Sequence[str], rounds: int) -> dict[str, float]:
         if library.level >= BFLOAT16_LEVEL:
             ways["bfloat16"] = forward(load("bfloat16", 1, "").model, packed(encoded))
             pairs["bfloat16 against float32, bulk"] = ("bfloat16", "native")
-            if library.byte_sum_bits(library.level):
-                ways["int8"] = forward(load("int8", 1, "").model, packed(encoded))
-                pairs["int8 against bfloat16, bulk"] = ("int8", "bfloat16")
+        if library.byte_sum_bits(library.level):
+            between = "bfloat16" if "bfloat16" in ways else "float32"
+            ways["int8"] = forward(load("int8", 1, "").model, packed(encoded))
+            pairs[f"int8 against {between}, bulk"] = ("int8", "bfloat16" if "bfloat16" in ways else "native")
         torch.set_num_threads(1)
     with torch.inference_mode():
         spent = cheapest_s(ways, rounds)

@@ -32,11 +32,12 @@ _SETS = {
     "amx_bf16": "amx",
     "avx512_bf16": "avx512_bf16",
     "avx512f": "avx512",
+    "avx_vnni": "avx_vnni",
     "avx2": "avx2",
     "bf16": "neon_bf16",
     "sve": "neon",
 }
-_TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "sve", "bf16")
+_TELLING_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "sve", "bf16")
 
 
 def describe() -> dict[str, Any]:

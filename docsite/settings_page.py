@@ -105,7 +105,7 @@ def _others() -> Iterator[str]:
                 (
                     "`TEIMGR_NATIVE`",
                     "`0`: workers use nothing of the native library; `attention`: only its attention; "
-                    "`avx2`, `avx512`, `avx512_bf16`, `neon`: no instructions beyond these",
+                    "`avx2`, `avx_vnni`, `avx512`, `avx512_bf16`, `neon`: no instructions beyond these",
                 ),
                 ("`TEIMGR_CUDA_GRAPHS`", "`0`: workers on GPUs launch every kernel separately"),
                 ("`HF_TOKEN`", "token for gated and private models, read by workers and downloads"),

@@ -117,6 +117,7 @@ def test_attention_alone_is_the_models_own(
         ("avx2", "bfloat16", "library", 0.999),
         ("avx512", "bfloat16", "library", 0.999),
         ("avx2", "int8", "native", 0.99),
+        ("avx_vnni", "int8", "native", 0.99),
         ("avx512", "int8", "native", 0.99),
         ("avx512_bf16", "bfloat16", "native", 0.9999),
         ("avx512_bf16", "int8", "native", 0.99),

@@ -176,6 +176,13 @@ run(body, 2)
     assert "in fail" in ended.stderr
 
 
+@pytest.mark.skipif("avx_vnni" not in LEVELS, reason="of x86-64")
+def test_bytes_are_summed_in_32_bits_if_the_kernel_shows_avx_vnni() -> None:
+    library, flags = native_library(), Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n")[0].split()
+    assert library is not None
+    assert library.byte_sum_bits(LEVELS.index("avx_vnni")) == (32 if "avx_vnni" in flags else 16)
+
+
 @pytest.mark.skipif("amx" not in LEVELS, reason="of x86-64")
 @pytest.mark.parametrize(
     ("refusal", "why"),

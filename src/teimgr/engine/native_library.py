@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 log = logging.getLogger(__name__)
 
 # `attention_level` of library.h
-_X86_LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
+_X86_LEVELS = ("baseline", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx")
 _ARM_LEVELS = ("baseline", "neon", "neon_dot", "neon_bf16")
 LEVELS = _ARM_LEVELS if platform.machine() in ("aarch64", "arm64") else _X86_LEVELS
-BFLOAT16_LEVEL = 3  # the first that multiplies bfloat16
+BFLOAT16_LEVEL = next(at for at, name in enumerate(LEVELS) if "bf16" in name)  # the first that multiplies bfloat16
 MAX_HEAD_SIZE, MAX_HEADS = 1024, 1 << 16  # of library.h: what its buffers take
 NO_MEMORY = "can't allocate memory"  # torch's words too: by them `runner` sees that a batch was too large
 # "0": the library is not used. "attention": only its attention is, within the model's own forward. One of `LEVELS`: no

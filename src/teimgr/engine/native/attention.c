@@ -120,8 +120,22 @@ static void clear_blind_rows(const struct attention *call, const struct item *it
 #include "attention_tile.h"
 #endif
 
-#if defined(HAS_AMX)
+#if defined(HAS_AVX_VNNI)
 #include <cpuid.h>
+
+int has_avx_vnni(void) {
+    static atomic_int has = -1;  // CPUID takes microseconds under a hypervisor
+    if (atomic_load_explicit(&has, memory_order_relaxed) < 0) {
+        unsigned last, a, b, c, d;
+        __builtin_cpu_init();
+        const int has_leaf = __get_cpuid_count(7, 0, &last, &b, &c, &d) && last >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d);
+        atomic_store(&has, has_leaf && (a >> 4 & 1) && __builtin_cpu_supports("avx2"));  // the kernel saves its registers
+    }
+    return atomic_load_explicit(&has, memory_order_relaxed);
+}
+#endif
+
+#if defined(HAS_AMX)
 #include <errno.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -157,7 +171,11 @@ static int found_level(void) {
 #endif
     if (avx512_bf16) return AVX512_BF16;
     if (avx512) return AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#if defined(HAS_AVX_VNNI)
+    if (avx2 && has_avx_vnni()) return AVX_VNNI;
+#endif
+    if (avx2) return AVX2;
 #elif defined(__aarch64__)
     enum { DOT = 1 << 20, BYTES = 1 << 13, BF16 = 1 << 14 };  // the kernel's HWCAP_ASIMDDP, HWCAP2_I8MM, HWCAP2_BF16
 #if defined(__linux__)
@@ -197,6 +215,7 @@ static void attend(const struct attention *call, const struct scratch *scratch, 
             return;
         }  // fall through
     case AVX512: attend_avx512(call, scratch, item); return;
+    case AVX_VNNI:
     case AVX2: attend_avx2(call, scratch, item); return;
     }
 #elif defined(__aarch64__)

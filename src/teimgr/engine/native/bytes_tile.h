@@ -16,9 +16,12 @@ INLINE_BYTES INTS BYTES(multiply_add)(const int32_t *a, const int32_t *b, int fo
 #if defined(__aarch64__)
     (void)fours;
     return (INTS)vdotq_s32((int32x4_t)sum, (int8x16_t)vdupq_n_s32(*a), vld1q_s8((const int8_t *)b));
-#elif VNNI
+#elif VNNI && WIDTH == 16
     (void)fours;
     return (INTS)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(*a), _mm512_loadu_si512(b));
+#elif VNNI
+    (void)fours;
+    return (INTS)_mm256_dpbusd_avx_epi32((__m256i)sum, _mm256_set1_epi32(*a), _mm256_loadu_si256((const __m256i *)b));
 #elif WIDTH == 16
     __m512i sums = _mm512_maddubs_epi16(_mm512_set1_epi32(a[0]), _mm512_loadu_si512(b));
     if (fours == 2)

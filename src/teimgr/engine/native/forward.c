@@ -105,6 +105,9 @@ int byte_sum_bits(int32_t level) { return level >= NEON_DOT ? 32 : 0; }
 #include <immintrin.h>
 #define LEVEL(name) name##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
+#if defined(HAS_AVX_VNNI)
+#define VNNI_TARGET __attribute__((target("avx2,fma,avxvnni")))
+#endif
 #define WIDTH 8
 #define COLUMNS 2
 #define PAIRS 0
@@ -126,12 +129,15 @@ int byte_sum_bits(int32_t level) { return level >= NEON_DOT ? 32 : 0; }
 #define PAIRS 1
 #include "forward_tile.h"
 
-int64_t panel_width(int32_t level) { return level >= AVX512 ? 64 : level == AVX2 ? 16 : 0; }
+int64_t panel_width(int32_t level) { return level >= AVX512 ? 64 : level >= AVX2 ? 16 : 0; }
 
 int byte_sum_bits(int32_t level) {
     const int has_vnni = attention_level() >= AVX512 && __builtin_cpu_supports("avx512vnni");
     if (level >= AVX512 && has_vnni) return 32;
-    return level == AVX512 || level == AVX2 ? 16 : 0;
+#if defined(HAS_AVX_VNNI)
+    if (level == AVX_VNNI && has_avx_vnni()) return 32;
+#endif
+    return level >= AVX2 && level <= AVX512 ? 16 : 0;
 }
 #endif
 
@@ -193,8 +199,12 @@ static linear_function linear_of_bytes(const struct program *program, const stru
     if (program->level >= AMX && program->bfloat16 && has_whole_tiles_avx512_bf16(step)) return linear_bytes_amx_avx512_bf16;
 #endif
     if (program->bfloat16) return linear_bytes_vnni_avx512_bf16;
-    if (program->level == AVX2) return linear_bytes_avx2;
-    return byte_sum_bits(AVX512) == 32 ? linear_bytes_vnni_avx512 : linear_bytes_avx512;
+    const int is_vnni = byte_sum_bits(program->level) == 32;
+    if (program->level >= AVX512) return is_vnni ? linear_bytes_vnni_avx512 : linear_bytes_avx512;
+#if defined(HAS_AVX_VNNI)
+    if (is_vnni) return linear_bytes_vnni_avx2;
+#endif
+    return linear_bytes_avx2;
 }
 
 static linear_function linear_of_numbers(const struct program *program, const struct step *step) {

@@ -223,7 +223,7 @@ INLINE void LEVEL(scale_sums)(const struct step *step, const char *bytes, int64_
 }
 
 // Products of bytes: on Arm by dot products, where there are any; else without VNNI where bfloat16 does not imply it, and
-// with VNNI where registers are wide enough.
+// with VNNI where the including file names a target that has it.
 #if defined(__aarch64__)
 #if DOTS
 #define VNNI 0
@@ -238,7 +238,7 @@ INLINE void LEVEL(scale_sums)(const struct step *step, const char *bytes, int64_
 #define BYTES_TARGET TARGET
 #include "bytes_tile.h"
 #endif
-#if WIDTH == 16
+#if defined(VNNI_TARGET)
 #define VNNI 1
 #define BYTES(name) LEVEL(name##_bytes_vnni)
 #define BYTES_TARGET VNNI_TARGET

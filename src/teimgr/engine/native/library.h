@@ -35,17 +35,20 @@ struct attention {
     parallel_function parallel;                        // NULL: on the calling thread
 };
 
-// Instruction sets, each with those before it. On x86-64: AVX2 with FMA; AVX-512; products of bfloat16; products of tiles of
-// bfloat16 and of bytes. On 64-bit Arm: NEON, which each has; dot products of bytes; products of matrices of bfloat16 and of
+// Instruction sets, each with those before it. On x86-64: AVX2 with FMA; AVX-VNNI, which CPUs with those behind it may lack;
+// AVX-512; products of bfloat16; products of tiles of bfloat16 and of bytes. On 64-bit Arm: NEON, which each has; dot products of bytes; products of matrices of bfloat16 and of
 // bytes.
 #if defined(__aarch64__)
 enum { BASELINE, NEON, NEON_DOT, NEON_BF16 };
 enum { FIRST_OF_FORWARD = NEON, FIRST_OF_BFLOAT16 = NEON_BF16 };
 #else
-enum { BASELINE, AVX2, AVX512, AVX512_BF16, AMX };
+enum { BASELINE, AVX2, AVX_VNNI, AVX512, AVX512_BF16, AMX };
 enum { FIRST_OF_FORWARD = AVX2, FIRST_OF_BFLOAT16 = AVX512_BF16 };
 #endif
-#if defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#if defined(__x86_64__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#define HAS_AVX_VNNI  // the compiler has it
+#endif
+#if defined(HAS_AVX_VNNI) && defined(__linux__)
 #define HAS_AMX  // the compiler has it; the kernel is asked for it
 #include <immintrin.h>
 
@@ -92,6 +95,11 @@ int attention_is_valid(const struct attention *call);
 
 // The best instruction set of this CPU that the library has code for.
 int attention_level(void);
+
+#if defined(HAS_AVX_VNNI)
+// Whether the CPU has AVX-VNNI.
+int has_avx_vnni(void);
+#endif
 
 #if defined(HAS_AMX)
 // Why this process may not use the tiles that the CPU has: errno of the kernel, or NO_PALETTE where a virtual machine hides
