@@ -23,6 +23,7 @@ from teimgr.errors import (
     Unavailable,
     error_from_code,
 )
+from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import RoutingSnapshot
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.protobuf import Target
@@ -467,6 +468,24 @@ async def test_calls_that_ask_for_no_less_are_refused_without_asking_the_worker(
     assert busy.calls == 4
     await refused(router, b"x" * 100, timeout_s=40)  # it has the time to wait
     assert busy.calls == 5
+
+
+async def test_a_refusal_holds_for_its_tenant_alone_and_for_no_http_request(route: Any, start_worker: Any) -> None:
+    busy = Counted(retry_after_s=600)
+    router = route(running("a", await start_worker(busy)))
+
+    async def of_tenant(tenant: int, method: Method) -> None:
+        context = RequestContext.from_headers({})
+        context.belongs_to(tenant)
+        with use_context(context):
+            await refused(router, b"x", method)
+
+    for tenant in (1, 2, 1, 2):  # whose work ahead differs
+        await of_tenant(tenant, Method.EMBED)
+    assert busy.calls == 2
+    for _ in range(2):  # a body of the same size may be a picture, or texts
+        await of_tenant(1, Method.HTTP)
+    assert busy.calls == 4
 
 
 async def test_the_worker_is_asked_again_after_a_tenth_of_the_time_it_named(route: Any, start_worker: Any) -> None:

@@ -304,8 +304,6 @@ class Gateway:
         with lease, nullcontext() if is_held else self._bodies.held_for(lease.instance, body, call.holder):
             flags = call.flags | (Flag.BULK if len(payload) > SMALL_BYTES else Flag.NONE)
             flags = in_lane(flags, head.headers.get(LANE_KEY))
-            call_class = (head.path, flags)
-            lease.check_refusals(call_class, len(payload), timeout_s)
             try:
                 answer = await lease.call(Method.HTTP, payload, flags=flags, timeout_s=timeout_s)
             except Unavailable as error:
@@ -313,9 +311,6 @@ class Gateway:
             reply = read_reply(answer.payload)
             if head.dialect == OLLAMA:
                 reply = self._kept(lease.instance, reply)
-            if reply.status == STATUS[Code.OVERLOADED].http:
-                whole_s = int(reply.headers.get("retry-after", "0"))  # rounded up
-                lease.keep_refusal(call_class, len(payload), timeout_s, whole_s - 1)
         self._metrics.count(catalogue.INFERENCE_BYTES, head.dialect, "in", by=len(payload) - body.start)
         self._metrics.count(catalogue.INFERENCE_BYTES, head.dialect, "out", by=len(reply.body))
         return reply

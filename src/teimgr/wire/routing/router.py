@@ -28,6 +28,7 @@ from teimgr.errors import (
 )
 from teimgr.http.auth.policy import Caller
 from teimgr.http.byte_budget import ByteBudget
+from teimgr.observability.request_context import current_tenant
 from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import Flag, Method, Payload
@@ -89,13 +90,13 @@ class Lease:
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
-        call_class = (method, flags)
-        if method is not Method.HTTP:  # its class has the path too: the gateway checks it
-            self.check_refusals(call_class, len(payload), timeout_s)
+        call_class = (method, flags, current_tenant())  # a tenant waits for its own share of the work ahead
+        self._check_refusals(call_class, len(payload), timeout_s)
         try:
             return await self._call(method, payload, flags, timeout_s)
         except Overloaded as refusal:
-            self.keep_refusal(call_class, len(payload), timeout_s, refusal.retry_after_s or 0)
+            if method is not Method.HTTP:  # a body of the same size may be a picture, whose work differs
+                self._keep_refusal(call_class, len(payload), timeout_s, refusal.retry_after_s or 0)
             raise
         except ConnectionLost:  # it may have been the call that ended the worker
             raise
@@ -104,7 +105,7 @@ class Lease:
                 raise
         return await self._call(method, payload, flags, None if deadline is None else deadline - loop.time())
 
-    def check_refusals(self, call_class: object, size: int, timeout_s: float | None) -> None:
+    def _check_refusals(self, call_class: object, size: int, timeout_s: float | None) -> None:
         """Refuse a call if the worker has just refused one of its class that was at most as large and had as much time.
 
         Raises:
@@ -114,7 +115,7 @@ class Lease:
         if refusal is not None and now < refusal.until and refusal.holds_for(size, timeout_s):
             raise Overloaded(retry_after_s=refusal.again_at - now)
 
-    def keep_refusal(self, call_class: object, size: int, timeout_s: float | None, retry_after_s: float) -> None:
+    def _keep_refusal(self, call_class: object, size: int, timeout_s: float | None, retry_after_s: float) -> None:
         """Keep the worker's refusal of a call for a part of the time that it named.
 
         So an overloaded worker has to read few of the calls that it would refuse. With a second or more of work ahead
