@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -16,8 +17,11 @@ from tests.support.rest_listener import MODEL
 
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import EQUAL, InferOptions, Job, Lane, Output, Pair, Share
-from teimgr.errors import Code, DeadlineExceeded, InvalidInput, Overloaded, TeimgrError
+from teimgr.errors import Code, DeadlineExceeded, InvalidInput, Overloaded, TeimgrError, TokenRateExceeded
+from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import WorkerSpec
+from teimgr.wire.tenants.quotas import Limits
+from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
 from teimgr.worker.calls import MAX_CALL_S, CallReply, WorkerCall
 from teimgr.worker.dialects.tei import TeiEmbedRequest
 from teimgr.worker.dispatcher import Dispatcher
@@ -315,6 +319,60 @@ async def test_calls_wait_for_the_result_budget_but_for_those_that_need_none_of_
     assert len(engine.jobs) == 10
     assert not dense.replies
     dispatcher.close()
+
+
+def several(dispatcher: Dispatcher, tenant: int) -> Asked:
+    """A call of two parts."""
+    context = RequestContext("id")
+    context.belongs_to(tenant)
+    with use_context(context):
+        call = Asked()
+    parts = parts_of(PAIRS, [CUT, WHOLE, CUT, WHOLE])
+    dispatcher.admit(call, lambda: dispatcher.submit(call, parts, lambda job: CallReply(b"")))
+    return call
+
+
+async def test_the_other_parts_of_a_call_that_a_quota_refuses_are_not_computed() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine)
+    call = several(dispatcher, 0)
+    await asyncio.sleep(0)
+    queued, refused = engine.jobs
+    refused.refuse(TokenRateExceeded("no", 2.0))
+    dispatcher.deliver([refused])
+
+    assert call.code is Code.TOKEN_RATE_EXCEEDED
+    assert queued.cancelled
+    dispatcher.close()
+
+
+async def test_a_call_of_several_jobs_is_counted_for_its_tenant_once(tmp_path: Path) -> None:
+    table = TenantTable(tmp_path / FILE)
+    keys = [TenantKey("one"), TenantKey("shadow", Limits(daily=25), shadow=True)]
+    numbers = table.configure(keys)
+    engine = FakeEngine()
+    dispatcher = Dispatcher(WorkerSpec(name="i", model_id="m", port=1), tmp_path / FILE)
+    dispatcher.attach(cast(Engine, engine))
+    for name in numbers:
+        several(dispatcher, numbers[name])
+        await asyncio.sleep(0)
+        for job in engine.jobs:
+            finish(job, [0.1, 0.2], 100)
+            if job.account is not None:
+                job.account.charge(20)
+        dispatcher.deliver(engine.jobs)
+        engine.jobs = []
+
+    [(_, row, _)] = table.rows()
+    of_call = {Counter.TOKENS: 40, Counter.TEXTS: 4, Counter.CALLS: 1}
+    shadowed = of_call | {Counter.SHADOWED: 1}
+    assert {
+        tenant: {counter: counts[counter] for counter in Counter if counts[counter]}
+        for tenant, counts in row.counts.items()
+        if any(counts)
+    } == {numbers["one"]: of_call, numbers["shadow"]: shadowed}
+    dispatcher.close()
+    table.close()
 
 
 async def test_an_engine_that_refuses_a_job_fails_its_call_alone() -> None:

@@ -302,6 +302,7 @@ class Dispatcher:
             if job.account is not None:
                 job.account.settle(job.tokens)
             if job.refused is not None:
+                submission.cancel()  # its other jobs, which are refunded with the answer
                 outcomes.append((submission.call, job, job.refused))
                 continue
             if (whole := submission.complete()) is None:
@@ -394,8 +395,8 @@ class Dispatcher:
     def _finish(self, call: WorkerCall, job: Job, outcome: CallReply | TeimgrError) -> None:
         call.add_stats(job)
         error = outcome if isinstance(outcome, TeimgrError) else None
-        if call in self._call_limiter:  # before the answer: who has it finds it counted
-            self._tenants.finished(call, job, error)
+        if (submission := self._submissions.get(call)) is not None:  # before the answer: who has it finds it counted
+            self._tenants.finished(submission, job, error)
         if not self.answer(call, outcome):
             return
         if job.refused is not None:

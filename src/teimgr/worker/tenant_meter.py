@@ -83,14 +83,15 @@ class Tenants:
             return EQUAL
         return meter.standing(tenant).share
 
-    def finished(self, call: WorkerCall, job: Job, error: TeimgrError | None) -> None:
-        """Count a call whose job the engine has finished."""
+    def finished(self, submission: Submission, job: Job, error: TeimgrError | None) -> None:
+        """Count a call that the engine has finished; `job` has the results of all its jobs."""
+        call = submission.call
         if (meter := self._meter_of(call)) is None:
             return
         if error is None:
-            meter.answered(job.tenant, job.tokens, len(job.inputs) - len(job.errors), 0 if call.is_part else 1)
-            if job.account is not None and job.account.is_shadowed:
-                meter.count(job.tenant, Counter.SHADOWED)
+            meter.answered(call.tenant, job.tokens, len(job.inputs) - len(job.errors), 0 if call.is_part else 1)
+            if any(account.is_shadowed for account in submission.accounts):
+                meter.count(call.tenant, Counter.SHADOWED)
         elif isinstance(error, TryLater | CallOverQuota):
             meter.count(call.tenant, Counter.REFUSED)
 
