@@ -8,13 +8,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,8 +67,6 @@ _RETURN_MEMORY_S = 30.0
 # The results of one batch on the host: vectors of texts are far smaller, those of tokens could be larger. Four batches
 # may exist at a time: two in flight, two with the finisher.
 MAX_RESULT_BYTES = 128 << 20
-# Linux divides a core by weights, each 1.25 times that of the next niceness: six steps are four to one.
-_BULK_NICENESS = 6
 _TOKENS_OF_A_THREAD = 256
 # A small batch is computed on the caller's thread, an event loop, where it is expected to take no longer than this: a
 # short query of BERT with six small layers does, and a dozen of an embedding table's; one of BERT-base does not.
@@ -93,8 +90,8 @@ class Runner:
     `run` is the body of the own thread, until the queue is closed and empty, or the finisher has ended. They take turns
     in computing.
 
-    A runner of all lanes has the device to itself. With one for each lane, that of bulk has the lower priority: the
-    scheduler gives it the time that queries leave, and a fifth of the processor even where queries never stop.
+    A runner of all lanes has the device to itself. With one for each lane, that of bulk computes in the background: it
+    gets the time that queries leave, and a fifth of the processor even where queries never stop.
 
     Batches of up to `serial_tokens` are computed by one CPU thread, others by `threads.own`, or by up to `threads.most`
     while the other workers of the host (`core_load`) leave cores idle.
@@ -174,10 +171,8 @@ class Runner:
         return not self._in_flight.tokens and not self._queue.texts(Lane.INTERACTIVE)
 
     def run(self) -> None:
-        if self._lanes == (Lane.BULK,):
-            _lower_priority()
-            if (library := native_library()) is not None:
-                library.to_background()
+        if self._lanes == (Lane.BULK,) and (library := native_library()) is not None:
+            library.to_background()
         while self._in_flight.wait_for_room():
             # An idle thread wakes up for memory that it has to return, else for work alone.
             wait_s = _ASLEEP_S if self._memory_returned else _IDLE_WAIT_S
@@ -370,14 +365,6 @@ class Runner:
             elif new:
                 inputs.append(entry.encoded.part(new))
         return DistinctInputs(inputs, np.array(inputs_of), known)
-
-
-def _lower_priority() -> None:
-    """Of the calling thread, and of those that OpenMP starts for it."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            own = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _BULK_NICENESS)
 
 
 def return_freed_memory() -> None:

@@ -134,6 +134,10 @@ class WorkerCall:
         """Queue it when the worker is full."""
         self.may_wait = True
 
+    def give_way(self) -> None:
+        """Have it computed in the bulk lane."""
+        self.lane = Lane.BULK
+
     def note_output_dtype(self, name: str) -> None:
         """Name the number format of its vectors, for traces."""
         self.output_dtype = name

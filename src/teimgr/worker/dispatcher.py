@@ -25,7 +25,7 @@ from teimgr.wire.freeing import free
 from teimgr.wire.gil_interval import short_turns
 from teimgr.wire.spaces import Marks, check_expected, reply_headers, reply_marks
 from teimgr.worker.calls import CallReply, DeferredReply, WorkerCall, max_token_bytes
-from teimgr.worker.limiter import FairLimiter
+from teimgr.worker.limiter import FairLimiter, InteractiveCalls
 from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
 from teimgr.worker.submission import Encode, Part, Submission
 from teimgr.worker.tenant_meter import Tenants
@@ -86,6 +86,7 @@ class Dispatcher:
             max_waiting=_MAX_QUEUED,
             max_waiting_bytes=self.max_bytes,
         )
+        self._interactive = InteractiveCalls()
         # Messages that arrive at the instance port, until they are calls, and replies, until clients have read them.
         self.port_budget = ByteBudget(self.max_bytes)
         self._result_budget = FairLimiter(self._fail, max_bytes=self.max_bytes)
@@ -144,6 +145,7 @@ class Dispatcher:
 
         `encode` runs where the engine finishes.
         """
+        self._interactive.enter(call, self._tenants.share(call))
         submission = Submission(call, (Part(range(len(inputs)), inputs, options),), encode)
         self.admit(call, partial(self._enter, submission), submission.jobs)
         submission.wait()  # if it has not entered by now
@@ -166,6 +168,7 @@ class Dispatcher:
                 error.try_after(self._engine.expected_s(call.lane))
             self.metrics.failed(error)
             self._tenants.refused(call)
+            self._interactive.leave(call)
             call.fail(error)
             self._check_idle()
 
@@ -197,6 +200,7 @@ class Dispatcher:
 
     def admit_async(self, call: WorkerCall, proceed: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Like `admit`, for a coroutine, which ends with `submit` or `answer`."""
+        self._interactive.enter(call, self._tenants.share(call))
         self.admit(call, lambda: self._spawn(call, proceed()))
 
     def run(self, call: WorkerCall, answering: Coroutine[Any, Any, None]) -> None:
@@ -424,6 +428,7 @@ class Dispatcher:
         if (granted := self._reserving.pop(call, None)) is not None:
             granted.cancel()  # ends the task that waits
         self._decoded_budget.leave(call)
+        self._interactive.leave(call)
         was_held = self._call_limiter.leave(call)
         self._check_idle()
         return was_held

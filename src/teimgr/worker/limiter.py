@@ -1,12 +1,18 @@
-"""`FairLimiter`: how many calls run and wait in a worker, and their bytes, fair among connections."""
+"""How many calls run and wait in a worker, and their bytes; which lane those of a key have beside other keys."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
+from teimgr.engine.job import Lane, Share
 from teimgr.errors import Overloaded
 from teimgr.worker.calls import WorkerCall
+
+# Interactive calls that a key may have under way while other keys call, for each unit of its weight.
+_BESIDE_OTHERS = 4
+# A key that has called within this time is one beside which others give way.
+_CALLED_LATELY_S = 10.0
 
 
 class FairLimiter:
@@ -104,3 +110,49 @@ class FairLimiter:
                 self._admit(call, size_bytes, proceed)
         finally:
             self._is_admitting = False
+
+
+class InteractiveCalls:
+    """Interactive calls under way by key. A key with many leaves the interactive lane to keys with few.
+
+    One that sends many at a time has a queue in any case, and would have all others wait in it: a batch of its queries
+    takes as long as one of bulk work. In the bulk lane it keeps its throughput. For the loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._tenant_of: dict[WorkerCall, int] = {}
+        self._under_way: dict[int, int] = {}  # by tenant
+        self._called: dict[int, tuple[float, int]] = {}  # by tenant: when, and its priority; the latest last
+
+    def enter(self, call: WorkerCall, share: Share) -> None:
+        """Count an interactive call until it leaves.
+
+        It is moved to the bulk lane if its key has `_BESIDE_OTHERS` under way for each unit of its weight, and another
+        key of at least its priority has called within `_CALLED_LATELY_S`.
+        """
+        tenant = call.tenant
+        if call.lane is not Lane.INTERACTIVE or not (tenant or self._called):
+            return
+        self._called.pop(tenant, None)
+        self._called[tenant] = call.received, share.priority
+        under_way = self._under_way.get(tenant, 0)
+        self._under_way[tenant] = under_way + 1
+        self._tenant_of[call] = tenant
+        if under_way >= _BESIDE_OTHERS * share.weight and self._has_neighbour(call, share.priority):
+            call.give_way()
+
+    def leave(self, call: WorkerCall) -> None:
+        """No-op for a call that is not counted."""
+        if (tenant := self._tenant_of.pop(call, None)) is None:
+            return
+        self._under_way[tenant] -= 1
+        if not self._under_way[tenant]:
+            del self._under_way[tenant]
+
+    def _has_neighbour(self, call: WorkerCall, priority: int) -> bool:
+        for tenant, (at, its_priority) in reversed(self._called.items()):
+            if call.received - at > _CALLED_LATELY_S:
+                return False
+            if tenant != call.tenant and its_priority <= priority:
+                return True
+        return False

@@ -523,10 +523,10 @@ static int run_all(struct forward *call) {
         int32_t begins[2] = {0, (int32_t)work.longest};  // the largest group as one text: no text needs more
         struct group largest = {.program = program, .call = call, .begins = begins, .texts = 1, .tokens = work.longest};
         work.scratch = scratch_bytes(&largest);
-        if (is_alone)
+        if (call->parallel == NULL || (is_alone && cores == 0))
             take_groups(&work);
         else
-            call->parallel(take_groups, &work, (unsigned)call->threads, 0);
+            call->parallel(take_groups, &work, (unsigned)threads, 0);
         for (int64_t i = 0; i < shared && atomic_load(&work.status) == DONE; i++) run_shared(&work, groups + i);
     } else {
         group = (struct group){.program = program, .call = call};

@@ -5,7 +5,8 @@
 // helpers that have begun, not for those still asleep.
 //
 // Forwards of threads that work in the background give way to those of others: a query has its cores at once, not when the
-// scheduler takes them from a bulk batch.
+// scheduler takes them from a bulk batch. Helpers alone compute them, with less priority than their caller: it also runs
+// Python, and while the scheduler keeps a thread waiting that has the GIL, all others wait for it.
 
 #define _GNU_SOURCE
 
@@ -18,6 +19,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -26,6 +28,7 @@ enum {
     SHARE = 4,  // times what it has computed since is the longest pause of a background thread, so that a fifth is left to it
     PAUSE_NS = 100000000,
     MAX_HELPERS = 255,
+    NICENESS = 6,  // of helpers in the background; Linux divides a core by 1.25 for each step: one part to four
     SPINS = 2000,  // of a caller, before it sleeps until its helpers are done
     TOLD_APART = 32,  // the helpers that can be woken one by one; those behind them wake together
 };
@@ -33,6 +36,7 @@ enum {
 struct team {
     pid_t process;
     unsigned helpers;
+    int in_background;          // where the caller does not compute
     unsigned placed;            // the first ones, which may run on `cpus` alone
     cpu_set_t cpus;
     struct helper {
@@ -150,9 +154,13 @@ static void help(struct team *team, unsigned number) {
     if (atomic_load(&team->sleeps)) futex_wake(&team->done, 1, ~0u);
 }
 
+// Of the calling thread.
+static void lower_priority(void) { setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + NICENESS); }
+
 static void *run_helper(void *data) {
     const struct helper *own = data;
     struct team *team = own->team;
+    if (team->in_background) lower_priority();
     const unsigned number = (unsigned)(own - team->members), bit = 1u << lesser(number, TOLD_APART - 1);
     unsigned seen = 0;
     for (;;) {
@@ -189,6 +197,7 @@ static struct team *team_of(unsigned helpers) {
         if (team == NULL) return NULL;
         memset(team, 0, sizeof *team);
         team->process = getpid();
+        team->in_background = in_background;
         if (pthread_setspecific(key, team) != 0) {
             free(team);
             return NULL;
@@ -204,7 +213,7 @@ static struct team *team_of(unsigned helpers) {
             struct helper *helper = mine->members + mine->helpers;
             helper->team = mine;
             if (pthread_create(&helper->thread, NULL, run_helper, helper) != 0) break;
-            pthread_setname_np(helper->thread, "teimgr-helper");
+            pthread_setname_np(helper->thread, mine->in_background ? "teimgr-bulk" : "teimgr-helper");
             mine->helpers++;
         }
         pthread_sigmask(SIG_SETMASK, &former, NULL);
@@ -212,12 +221,12 @@ static struct team *team_of(unsigned helpers) {
     return mine;
 }
 
-// Lets the first `count` helpers run where the caller may, but not on its CPU while it has others.
+// Lets the first `count` helpers run where the caller may, but not on its CPU while it has others and computes.
 static void place_helpers(struct team *team, unsigned count) {
     const int here = sched_getcpu();
     cpu_set_t cpus;
     if (here < 0 || here >= CPU_SETSIZE || sched_getaffinity(0, sizeof cpus, &cpus) != 0) return;
-    if (CPU_COUNT(&cpus) > 1) CPU_CLR(here, &cpus);
+    if (CPU_COUNT(&cpus) > 1 && !team->in_background) CPU_CLR(here, &cpus);
     if (!CPU_EQUAL(&cpus, &team->cpus)) team->cpus = cpus, team->placed = 0;
     for (; team->placed < count; team->placed++)
         pthread_setaffinity_np(team->members[team->placed].thread, sizeof cpus, &cpus);
@@ -225,13 +234,14 @@ static void place_helpers(struct team *team, unsigned count) {
 
 void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned flags) {
     (void)flags;
-    const unsigned wanted = (unsigned)lesser(threads, MAX_HELPERS + 1) - 1;
-    struct team *team = threads < 2 ? NULL : team_of(wanted);
+    const unsigned by_caller = in_background ? 0 : 1;
+    const unsigned asked = (unsigned)lesser(threads, MAX_HELPERS + by_caller) - by_caller;
+    struct team *team = asked == 0 ? NULL : team_of(asked);
     if (team == NULL || team->helpers == 0) {
         body(data);
         return;
     }
-    const unsigned woken = wanted < TOLD_APART ? (unsigned)lesser(wanted, team->helpers) : team->helpers;
+    const unsigned wanted = (unsigned)lesser(asked, team->helpers), woken = asked < TOLD_APART ? wanted : team->helpers;
     place_helpers(team, woken);
     atomic_store_explicit(&team->woken, woken, memory_order_relaxed);
     team->body = body;
@@ -240,11 +250,11 @@ void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned fl
     atomic_store_explicit(&team->places, wanted, memory_order_release);
     atomic_fetch_add(&team->call, 1);
     futex_wake(&team->call, wanted, bits_of(wanted));
-    body(data);
-    const unsigned begun = wanted - atomic_exchange(&team->places, 0);
+    if (by_caller) body(data);
+    const unsigned begun = by_caller ? wanted - atomic_exchange(&team->places, 0) : wanted;
     unsigned done;
     for (unsigned i = 0; (done = atomic_load(&team->done)) < begun; i++) {
-        if (i < SPINS) {
+        if (by_caller && i < SPINS) {
             pause_briefly();
             continue;
         }

@@ -311,7 +311,7 @@ class ForwardKernel:
             out=out.data_ptr(),
             out_size=out.numel(),
             threads=threads,
-            parallel=None if threads < 2 else self._library.run_threads,
+            parallel=self._library.run_threads,
         )
         if status := self._library.forward(ctypes.byref(call)):
             raise (IndexError if status == _BAD_INDEX else RuntimeError)(f"native forward: {_ERRORS[status]}")
