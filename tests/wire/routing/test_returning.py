@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from teimgr.errors import DeadlineExceeded, Overloaded, Returning, Stopped, Unavailable
 from teimgr.spec import RouteEntry, State, WorkerEndpoint
 from teimgr.wire.protobuf import Target
-from teimgr.wire.routing.on_demand import NO_LOADS, WaitingCalls
+from teimgr.wire.routing.on_demand import NO_LOADS, WaitingCalls, call_when_ready
 from teimgr.wire.routing.returning import ReturningWorkers
 from teimgr.wire.routing.router import Router
 
@@ -45,6 +46,41 @@ async def test_a_call_is_made_once_the_worker_is_back(target: Target) -> None:
     assert not waiting.done()
     router.apply("a", BACK)
     assert await waiting == "a"
+
+
+class LoadedModels:
+    """Models on demand, each of which is loaded already; `rounds` counts the blocks."""
+
+    rounds = 0
+
+    @asynccontextmanager
+    async def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AsyncIterator[None]:
+        self.rounds += 1
+        yield
+
+
+async def test_a_call_to_a_loaded_model_on_demand_waits_for_its_worker_as_others_do() -> None:
+    lost = replace(RUNNING, on_demand=True, endpoints=())
+    router, models = routed(lost), LoadedModels()
+
+    async def call(left_s: float | None) -> str:
+        with router.lease(A) as lease:
+            return lease.instance
+
+    with pytest.raises(Returning) as missing:
+        router.lease(A)
+    waiting = asyncio.create_task(call_when_ready(ReturningWorkers(router, models, 60.0), missing.value, None, call))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    router.apply("a", replace(BACK, on_demand=True))
+    assert await waiting == "a"
+    assert models.rounds == 1
+
+    router.apply("a", lost)
+    for timeout_s, error in ((None, Unavailable), (0.01, DeadlineExceeded)):
+        with pytest.raises(error):
+            await call_when_ready(ReturningWorkers(router, models, 0.02), missing.value, timeout_s, call)
 
 
 async def test_the_limit_and_the_deadline_end_the_wait() -> None:

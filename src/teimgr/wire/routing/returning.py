@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from teimgr.errors import DeadlineExceeded, Returning, Unavailable
 from teimgr.wire.routing.on_demand import ModelLoads, WaitingCalls
@@ -33,16 +33,17 @@ class ReturningWorkers:
             Unavailable: it was not back within the limit.
             DeadlineExceeded: `timeout_s` has passed.
             Overloaded: too many calls wait.
-            TeimgrError: of an instance on demand, as `others`.
+            TeimgrError: the load of an instance on demand is refused.
         """
-        entry = self._router.find(instance)
-        if entry is None or entry.on_demand:
-            async with self._others.loaded(instance, timeout_s, size_bytes):
-                yield
-            return
-        with self._waiting.one(instance, size_bytes):
-            await self._back(instance, timeout_s)
-        yield
+        entry, clock = self._router.find(instance), asyncio.get_running_loop().time
+        began = clock()
+        async with AsyncExitStack() as stack:
+            if entry is None or entry.on_demand:
+                await stack.enter_async_context(self._others.loaded(instance, timeout_s, size_bytes))
+            if isinstance(self._router.problem(instance), Returning):  # also of a loaded model on demand
+                with self._waiting.one(instance, size_bytes):
+                    await self._back(instance, None if timeout_s is None else timeout_s - (clock() - began))
+            yield
 
     async def _back(self, instance: str, timeout_s: float | None) -> None:
         clock = asyncio.get_running_loop().time
