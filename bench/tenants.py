@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     facts = {
         "costs": f"{options.rounds} rounds in turn: median, and the bounds between which the median of further rounds "
         "lies with 95 %; µs of daemon, mux and worker that a key with four quotas costs more than one with none, and "
-        "that two keys with work waiting cost more than one key with as many callers",
+        "that two keys with work waiting cost more than one key with as many callers and connections",
         "floods": f"p99 of {options.rate:g} queries a second over /v1/embeddings in {options.turns} windows of "
         f"{options.seconds:g} s beside a flood, over that in as many without it, in turns; low and high are the bounds "
         "of 95 % when windows are drawn again; the client of the flood is in the idle class",
@@ -156,21 +156,21 @@ def _costs(running: Fleet, folder: Path, count: int) -> Iterator[list[Any]]:
     }
     with ExitStack() as stack:
         callers = {
-            (name, key): _caller(stack, task, folder / f"{number}.json", bodies, key)
+            (name, key, of): _caller(stack, task, folder / f"{number}.json", bodies, key)
             for number, (name, (task, bodies, _)) in enumerate(loads.items())
-            for key in ("plain", "metered", "second")
+            for key, of in (("plain", 1), ("plain", 2), ("metered", 1), ("second", 2))
         }
         found: dict[tuple[str, str], list[float]] = {}
         for number in rounds(count):
             for name, (_, _, size) in loads.items():
                 turns = ("plain", "metered") if number % 2 else ("metered", "plain")
-                cost = {key: _cost_us(pids, [callers[name, key]], 8) for key in turns}
+                cost = {key: _cost_us(pids, [callers[name, key, 1]], 8) for key in turns}
                 found.setdefault((name, "four quotas"), []).append((cost["metered"] - cost["plain"]) / size)
                 if size > 1:
-                    one, two = (callers[name, "plain"],), (callers[name, "plain"], callers[name, "second"])
-                    in_turn = (one, two) if number % 2 else (two, one)
-                    of = {len(each): _cost_us(pids, each, 8 // len(each)) for each in in_turn}
-                    found.setdefault((name, "two keys"), []).append((of[2] - of[1]) / size)
+                    in_turn = ("plain", "second") if number % 2 else ("second", "plain")
+                    pairs = {key: (callers[name, "plain", 1], callers[name, key, 2]) for key in in_turn}
+                    of = {key: _cost_us(pids, pair, 4) for key, pair in pairs.items()}
+                    found.setdefault((name, "two keys"), []).append((of["second"] - of["plain"]) / size)
             say("; ".join(f"{name[0]}, {name[1]}: {values[-1]:.2f} µs" for name, values in found.items()))
     for (name, what), values in found.items():
         size = loads[name][2]

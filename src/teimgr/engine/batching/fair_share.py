@@ -42,15 +42,17 @@ class FairLane:
     def take(self, budget_tokens: int, budget_texts: int | None, now: float, token_s: float = 0.0) -> BatchDraft:
         """Remove the texts whose turn it is, within both budgets, and late ones before them.
 
-        Of a tenant that waits alone these are its oldest text and those of nearest length; of several, the oldest of
-        each.
+        These are all where all fit. Of a tenant that waits alone they are its oldest text and those of nearest length;
+        of several, the oldest of each.
         """
-        if len(self._waiting) == 1:
-            ((tenant, buckets),) = self._waiting.items()
-            draft = buckets.take(budget_tokens, budget_texts, now, token_s)
-            self._count(tenant, draft.tokens)
+        draft = BatchDraft()
+        fit = self.tokens <= budget_tokens and (budget_texts is None or self.texts <= budget_texts)
+        if fit or len(self._waiting) == 1:
+            for tenant, buckets in self._waiting.items():
+                before = draft.tokens
+                buckets.take(draft, budget_tokens, budget_texts, now, token_s)
+                self._count(tenant, draft.tokens - before)
         else:
-            draft = BatchDraft()
             for tenant, texts in self._turns(budget_tokens, budget_texts).items():
                 before = draft.tokens
                 self._waiting[tenant].take_oldest(texts, draft, now, token_s)

@@ -106,15 +106,16 @@ class LengthBuckets:
         self.tokens += entry.tokens
         self.texts += entry.texts
 
-    def take(self, budget_tokens: int, budget_texts: int | None, now: float, token_s: float = 0.0) -> BatchDraft:
-        """Remove the oldest texts and those of nearest length, within both budgets, and late ones before them.
+    def take(
+        self, draft: BatchDraft, budget_tokens: int, budget_texts: int | None, now: float, token_s: float = 0.0
+    ) -> None:
+        """Move the oldest texts and those of nearest length into `draft`, within both budgets, and late ones before.
 
         Of the last entry as many rows are taken as fit; it keeps its place with the others.
         """
-        draft = BatchDraft()
         oldest = self._oldest(draft, now, token_s)
         if oldest is None:
-            return draft
+            return
         for length in list(self._nearest_lengths(oldest.length)):
             bucket = self._by_length[length]
             while bucket and (room := draft.room(length, budget_tokens, budget_texts)) > 0:
@@ -125,7 +126,6 @@ class LengthBuckets:
                 self._drop_bucket(length)
             if draft.tokens >= budget_tokens or draft.texts == budget_texts:
                 break
-        return draft
 
     def take_oldest(self, texts: int, draft: BatchDraft, now: float, token_s: float = 0.0) -> None:
         """Move the oldest texts into `draft`, as many as there are at most, and late ones before them."""
