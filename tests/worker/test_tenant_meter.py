@@ -21,7 +21,7 @@ from teimgr.errors import CallOverQuota, ConcurrentTokensExceeded, DailyTokensEx
 from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.wire.tenants.quotas import NS_PER_S, Limits
-from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
+from teimgr.wire.tenants.table import FILE, TENANT_WORDS, Counter, TenantKey, TenantTable, tenant_at
 from teimgr.worker.calls import CallReply, WorkerCall
 from teimgr.worker.submission import Part, Submission
 from teimgr.worker.tenant_meter import Account, TenantMeter, Tenants, open_meter
@@ -145,6 +145,20 @@ def test_threads_in_two_rows_stay_within_every_quota(table: TenantTable, tmp_pat
     assert 895 < admitted <= 900
     assert table.in_flight(tenant) == 0
     other.close()
+
+
+def test_a_refund_by_the_library_is_one_change_so_that_no_charge_sees_half_of_it(table: TenantTable) -> None:
+    (tenant,) = table.configure([TenantKey("one", Limits(rate=1, burst=900))]).values()
+    till, now_ns = till_in(table, NativeTill, tenant), 10**15
+    slip = till.new()
+    for _ in range(2):
+        assert till.charge_at(slip, 100, now_ns, DAY) == 0
+        words = table.words[tenant_at(tenant) : tenant_at(tenant) + TENANT_WORDS]
+        before = words.tolist()
+        till.refund_at(slip, 100, now_ns)
+        assert [one == other for one, other in zip(before, words, strict=True)].count(False) == 1
+    spent = table.spent(tenant)
+    assert (spent.arrival_ns, spent.refunded_ns) == (now_ns, 200 * NS_PER_S)
 
 
 def test_the_library_decides_as_the_policy_does(tmp_path: Path) -> None:

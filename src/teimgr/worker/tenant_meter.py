@@ -29,7 +29,7 @@ from teimgr.wire.tenants.table import (
     VERSION_AT,
     Counter,
     TenantTable,
-    arrival_at,
+    bucket_at,
     counter_at,
     spent_at,
 )
@@ -125,14 +125,15 @@ class Standing:
     """What a tenant may use, read from the table once, until it is configured again; `till` is None without a quota."""
 
     __slots__ = (
-        *("_arrival_at", "_spent_at", "_spent_of", "_words"),
+        *("_arrival_at", "_refunded_at", "_spent_at", "_spent_of", "_words"),
         *("has_concurrent", "has_quota", "is_shadow", "limits", "share", "till"),
     )
 
     def __init__(self, table: TenantTable, row: int, tenant: int) -> None:
         self._words = table.words
         self._spent_of = partial(table.spent, tenant)
-        self._arrival_at, self._spent_at = arrival_at(tenant), spent_at(tenant)
+        self._arrival_at, self._refunded_at = bucket_at(tenant)
+        self._spent_at = spent_at(tenant)
         self.limits = table.limits(tenant)
         self.is_shadow, weight, priority = table.terms(tenant)
         self.share = Share(tenant, max(1, weight), priority)
@@ -151,8 +152,8 @@ class Standing:
         Nothing is charged. Tokens in flight are left to the charge.
         """
         words, now_ns = self._words, time.monotonic_ns()
-        of_day = words[self._spent_at] & DAY_TOKENS
-        if quotas.may_pass(self.limits, words[self._arrival_at], of_day, least, now_ns) or self.is_shadow:
+        arrival_ns, of_day = words[self._arrival_at] - words[self._refunded_at], words[self._spent_at] & DAY_TOKENS
+        if quotas.may_pass(self.limits, arrival_ns, of_day, least, now_ns) or self.is_shadow:
             return None
         verdict = quotas.charge(self.limits, self._spent_of(), 0, least, now_ns, int(time.time()) // S_PER_DAY)
         if (code := verdict.refused_by) is None:

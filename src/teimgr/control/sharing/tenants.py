@@ -21,7 +21,7 @@ from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, Sample
 from teimgr.wire.tenants import quotas
 from teimgr.wire.tenants.quotas import NS_PER_S
-from teimgr.wire.tenants.table import FILE, Counter, RowCounts, TenantKey, TenantTable, arrival_at
+from teimgr.wire.tenants.table import FILE, Counter, RowCounts, TenantKey, TenantTable, bucket_at
 
 log = logging.getLogger(__name__)
 
@@ -140,13 +140,13 @@ class RateState(NamedTuple):
 
 
 class _Bucket:
-    """What of a tenant's bucket changes only with the configuration, and where its moment of arrival is."""
+    """What of a tenant's bucket changes only with the configuration, and where its words are."""
 
-    __slots__ = ("at", "burst", "rate")
+    __slots__ = ("arrival_at", "burst", "rate", "refunded_at")
 
     def __init__(self, table: TenantTable, number: int) -> None:
         self.rate, self.burst, _, _ = table.limits(number)
-        self.at = arrival_at(number)
+        self.arrival_at, self.refunded_at = bucket_at(number)
 
 
 class TenantRegistry:
@@ -236,7 +236,7 @@ class TenantRegistry:
             bucket = self._buckets[number] = _Bucket(table, number)
         if not bucket.rate:
             return None
-        arrival_ns = table.words[bucket.at]
+        arrival_ns = table.words[bucket.arrival_at] - table.words[bucket.refunded_at]
         left, until_full_ns = quotas.remaining(bucket.burst, bucket.rate, arrival_ns, time.monotonic_ns())
         return RateState(bucket.burst, left, until_full_ns / NS_PER_S)
 

@@ -9,7 +9,8 @@
 #include <stddef.h>
 #include <time.h>
 
-// Words of a tenant, as `Word` of wire/tenants/table.py.
+// Words of a tenant, as `Word` of wire/tenants/table.py. A refund is one change of REFUNDED, which is subtracted from
+// ARRIVAL: a charge must not see half of it.
 enum { RATE = 1, BURST, DAILY, CONCURRENT, ARRIVAL = 8, REFUNDED, SPENT };
 enum { ADMITTED, BY_RATE, BY_DAY, BY_CONCURRENT };
 enum { DAY_SHIFT = 40 };
@@ -55,12 +56,12 @@ static int is_over_rate(struct tenant_receipt *receipt, int64_t tokens, int64_t 
     receipt->refunded_ns = atomic_load(tenant + REFUNDED);
     int64_t before = atomic_load(tenant + ARRIVAL), after;
     do {
-        after = greater(lesser(before, now_ns + burst_ns), now_ns) + time_of(tokens, rate);
+        after = greater(lesser(before - receipt->refunded_ns, now_ns + burst_ns), now_ns) + time_of(tokens, rate);
         if (after - now_ns > burst_ns) {
             receipt->wait_ns = after - now_ns - burst_ns;
             return 1;
         }
-    } while (!atomic_compare_exchange_weak(tenant + ARRIVAL, &before, after));
+    } while (!atomic_compare_exchange_weak(tenant + ARRIVAL, &before, after + receipt->refunded_ns));
     receipt->rate = rate;
     receipt->arrival_ns = after;
     return 0;
@@ -89,7 +90,6 @@ void tenant_refund_at(struct tenant_receipt *receipt, int64_t tokens, int64_t no
             const int64_t left_ns = greater(0, receipt->arrival_ns - (before - receipt->refunded_ns) - now_ns);
             back_ns = lesser(tokens * ns_per_s / receipt->rate, left_ns);
         } while (!atomic_compare_exchange_weak(tenant + REFUNDED, &before, before + back_ns));
-        atomic_fetch_sub(tenant + ARRIVAL, back_ns);
     }
     if (receipt->day != 0) {
         int64_t before = atomic_load(tenant + SPENT);

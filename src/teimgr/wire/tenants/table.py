@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from teimgr.wire.tenants.quotas import Limits, Spent
 
-FILE = "tenants-1"
+FILE = "tenants-2"
 """In the run directory; another number for another layout."""
 TENANTS, ROWS = 1024, 256
 _HEADER_WORDS = 64
@@ -54,7 +54,7 @@ class Word(IntEnum):
     SHADOW = 5
     WEIGHT = 6
     PRIORITY = 7
-    ARRIVAL = 8
+    ARRIVAL = 8  # without the refunds
     REFUNDED = 9
     SPENT = 10
 
@@ -230,13 +230,13 @@ class TenantTable:
     def spent(self, tenant: int) -> Spent:
         at = tenant_at(tenant)
         word = self.words[at + Word.SPENT]
-        arrival_ns, refunded_ns = self.words[at + Word.ARRIVAL], self.words[at + Word.REFUNDED]
-        return Spent(arrival_ns, refunded_ns, word >> DAY_SHIFT, word & DAY_TOKENS)
+        refunded_ns = self.words[at + Word.REFUNDED]
+        return Spent(self.words[at + Word.ARRIVAL] - refunded_ns, refunded_ns, word >> DAY_SHIFT, word & DAY_TOKENS)
 
     def write_spent(self, tenant: int, spent: Spent) -> None:
         """Without the library, under a lock of all workers."""
-        word = spent.day << DAY_SHIFT | spent.of_day
-        self._write_words(tenant, {Word.ARRIVAL: spent.arrival_ns, Word.REFUNDED: spent.refunded_ns, Word.SPENT: word})
+        arrival_ns, word = spent.arrival_ns + spent.refunded_ns, spent.day << DAY_SHIFT | spent.of_day
+        self._write_words(tenant, {Word.ARRIVAL: arrival_ns, Word.REFUNDED: spent.refunded_ns, Word.SPENT: word})
 
     def _write_words(self, tenant: int, values: dict[Word, int]) -> None:
         for word, value in values.items():
@@ -284,9 +284,9 @@ def tenant_at(tenant: int) -> int:
     return _TENANTS_AT + tenant * TENANT_WORDS
 
 
-def arrival_at(tenant: int) -> int:
-    """The word of the moment at which a tenant's bucket is full again."""
-    return tenant_at(tenant) + Word.ARRIVAL
+def bucket_at(tenant: int) -> tuple[int, int]:
+    """The words of the moment at which a tenant's bucket would be full again without refunds, and of their sum."""
+    return tenant_at(tenant) + Word.ARRIVAL, tenant_at(tenant) + Word.REFUNDED
 
 
 def spent_at(tenant: int) -> int:
