@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 import stat
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from teimgr.config.sources import digest_of
+from teimgr.control.background import in_background
 from teimgr.errors import InvalidConfig
 from teimgr.observability.request_context import ordered_by
 
@@ -53,22 +54,13 @@ class ConfigWatch:
         self._settled: Identity | None = None
         self._alarm: str | None = None
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Look while the block runs."""
-        if not self._interval_s:
-            yield
-            return
-        if self._file is None:
+        if self._interval_s and self._file is not None:
+            return in_background(self._run, BY)
+        if self._interval_s:
             log.warning("config_watch_secs: not used, since no configuration file was given")
-            yield
-            return
-        task = asyncio.create_task(self._run(), name="watch of the configuration file")
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
+        return contextlib.nullcontext()
 
     def alarms(self) -> list[str]:
         """Why the file cannot be looked at; faults in its content are alarms of the reload."""

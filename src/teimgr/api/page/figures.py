@@ -12,11 +12,12 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from teimgr.api.rest.probes import Scraper, WorkerStats
+from teimgr.control.background import in_background
 from teimgr.control.placement.gpus import InventorySource
 from teimgr.observability.catalogue import DURATION_BOUNDS
 from teimgr.spec import InstanceView, State
@@ -181,15 +182,9 @@ class Sampler:
         self._seen_at = float("-inf")
         self._wake = asyncio.Event()
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._run(), name="sampler of the page")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Sample while the block runs."""
+        return in_background(self._run, "sampler of the page")
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -8,12 +8,13 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from teimgr.control.background import in_background
 from teimgr.errors import InvalidConfig
 from teimgr.files import write_atomically
 from teimgr.http.auth.policy import Policy
@@ -196,16 +197,9 @@ class TenantRegistry:
         self._names |= {number: name for name, number in self._numbers.items()}
         return policy.numbered(self._numbers)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Add up and write the counters at intervals, and at the end."""
-        task = asyncio.create_task(self._keep(), name="usage of the tenants")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Add up and write the counters at intervals."""
+        return in_background(self._keep, "usage of the tenants")
 
     def close(self) -> None:
         """Write the last counters, once no worker is left to count."""
