@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.cli import doctor_checks, doctor_daemon
+from teimgr.cli import doctor, doctor_checks
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.system_memory import free_memory_bytes
 from teimgr.spec import InstanceSpec
@@ -153,7 +153,7 @@ def test_secrets_are_hidden_in_a_bundle() -> None:
         'token=s3c hf_s3cdefgh12345 Authorization: Bearer s3c.1\nhttp://me:s3c@hub/x "password": "s3c", api_key: s3c '
         'teimgr_s3c45678901234567 teimgr1.s3c {"secret": "s3c", "tokens": 5} model=tiny'
     )
-    shown = doctor_daemon.redacted(text)
+    shown = doctor.redacted(text)
     assert "s3c" not in shown
     assert shown.endswith('{"secret": "(hidden)", "tokens": 5} model=tiny')
     assert "@hub/x" in shown

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.daemon.listeners import Notifier
+from teimgr.daemon.systemd import Notifier
 
 
 @pytest.fixture

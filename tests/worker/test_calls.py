@@ -16,18 +16,18 @@ from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import UNCOUNTED_BYTES, varint
 from teimgr.worker.calls import MethodCall, WorkerCall, lane_of, max_token_bytes, parsed
-from teimgr.worker.limiter import FairLimiter
+from teimgr.worker.limiter import CallLimiter
 
 
 def unexpected(call: WorkerCall, error: Exception) -> None:
     raise error
 
 
-class CallLimiter:
+class LimitedCalls:
     """A limiter of calls, and the calls it admitted, in order."""
 
     def __init__(self, calls: int = 2, size_bytes: int = 100, waiting: int = 3, waiting_bytes: int = 1000) -> None:
-        self.limiter = FairLimiter(
+        self.limiter = CallLimiter(
             unexpected, max_calls=calls, max_bytes=size_bytes, max_waiting=waiting, max_waiting_bytes=waiting_bytes
         )
         self.proceeded: list[WorkerCall] = []
@@ -73,7 +73,7 @@ def test_a_call_that_chose_its_lane_or_is_part_of_a_stream_keeps_it() -> None:
 
 
 def test_calls_beyond_the_count_are_refused() -> None:
-    calls = CallLimiter(calls=2)
+    calls = LimitedCalls(calls=2)
     first, second = calls.enter(), calls.enter()
 
     with pytest.raises(Overloaded):
@@ -84,7 +84,7 @@ def test_calls_beyond_the_count_are_refused() -> None:
 
 
 def test_calls_beyond_the_bytes_are_refused() -> None:
-    calls = CallLimiter(calls=9, size_bytes=100)
+    calls = LimitedCalls(calls=9, size_bytes=100)
     calls.enter(60)
 
     with pytest.raises(Overloaded):
@@ -95,7 +95,7 @@ def test_calls_beyond_the_bytes_are_refused() -> None:
 
 
 def test_a_lone_call_of_any_size_is_let_in() -> None:
-    calls = CallLimiter(size_bytes=100)
+    calls = LimitedCalls(size_bytes=100)
 
     large = calls.enter(10_000)
 
@@ -105,7 +105,7 @@ def test_a_lone_call_of_any_size_is_let_in() -> None:
 
 
 def test_those_who_may_wait_come_in_by_their_order() -> None:
-    calls = CallLimiter(calls=1)
+    calls = LimitedCalls(calls=1)
     inside = calls.enter()
     line = [calls.enter(may_wait=True) for _ in range(3)]
     assert calls.proceeded == [inside]
@@ -118,7 +118,7 @@ def test_those_who_may_wait_come_in_by_their_order() -> None:
 
 
 def test_nobody_passes_the_line_even_if_small_enough() -> None:
-    calls = CallLimiter(calls=9, size_bytes=100)
+    calls = LimitedCalls(calls=9, size_bytes=100)
     calls.enter(60)
     calls.enter(50, may_wait=True)
 
@@ -127,8 +127,8 @@ def test_nobody_passes_the_line_even_if_small_enough() -> None:
 
 
 def test_a_line_that_is_full_by_count_or_by_bytes_refuses() -> None:
-    by_count = CallLimiter(calls=1, waiting=2)
-    by_bytes = CallLimiter(calls=1, waiting=9, waiting_bytes=100)
+    by_count = LimitedCalls(calls=1, waiting=2)
+    by_bytes = LimitedCalls(calls=1, waiting=9, waiting_bytes=100)
     by_count.enter()
     by_bytes.enter()
     for _ in range(2):
@@ -141,7 +141,7 @@ def test_a_line_that_is_full_by_count_or_by_bytes_refuses() -> None:
 
 
 def test_a_lone_waiting_call_of_any_size_stands_in_line() -> None:
-    calls = CallLimiter(calls=1, waiting_bytes=100)
+    calls = LimitedCalls(calls=1, waiting_bytes=100)
     inside = calls.enter()
     large = calls.enter(10_000, may_wait=True)
 
@@ -151,7 +151,7 @@ def test_a_lone_waiting_call_of_any_size_stands_in_line() -> None:
 
 
 def test_leaving_twice_gives_room_back_once() -> None:
-    calls = CallLimiter(calls=1)
+    calls = LimitedCalls(calls=1)
     call = calls.enter()
 
     assert calls.limiter.leave(call)
@@ -163,7 +163,7 @@ def test_leaving_twice_gives_room_back_once() -> None:
 
 
 def test_who_leaves_the_line_is_never_let_in_and_lets_the_next_one_up() -> None:
-    calls = CallLimiter(calls=9, size_bytes=100)
+    calls = LimitedCalls(calls=9, size_bytes=100)
     inside = calls.enter(60)
     large = calls.enter(50, may_wait=True)
     small = calls.enter(10, may_wait=True)
@@ -175,7 +175,7 @@ def test_who_leaves_the_line_is_never_let_in_and_lets_the_next_one_up() -> None:
 
 
 def test_room_of_the_line_comes_back() -> None:
-    calls = CallLimiter(calls=1, waiting=1, waiting_bytes=100)
+    calls = LimitedCalls(calls=1, waiting=1, waiting_bytes=100)
     inside = calls.enter()
     waiting = calls.enter(100, may_wait=True)
 
@@ -189,7 +189,7 @@ def test_room_of_the_line_comes_back() -> None:
 
 def test_a_long_line_of_calls_that_fail_at_once_is_worked_off() -> None:
     """Each leaves while it is being let in, which must not nest."""
-    limiter = FairLimiter(unexpected, max_calls=1, max_bytes=100, max_waiting=5000, max_waiting_bytes=5000)
+    limiter = CallLimiter(unexpected, max_calls=1, max_bytes=100, max_waiting=5000, max_waiting_bytes=5000)
     calls = [WorkerCall(1, Lane.BULK, may_wait=True) for _ in range(5000)]
     left: list[WorkerCall] = []
 
@@ -211,7 +211,7 @@ class Budget:
     """A result budget, and the calls it admitted, in order."""
 
     def __init__(self, max_bytes: int = 100) -> None:
-        self.limiter = FairLimiter(unexpected, max_bytes=max_bytes)
+        self.limiter = CallLimiter(unexpected, max_bytes=max_bytes)
         self.admitted: list[WorkerCall] = []
 
     def enter(self, size_bytes: int, then: Callable[[WorkerCall], None] = lambda call: None) -> WorkerCall:
@@ -285,7 +285,7 @@ def test_a_call_whose_start_raises_is_reported_and_the_queue_goes_on() -> None:
     def raising() -> None:
         raise defect
 
-    limiter = FairLimiter(fail, max_bytes=1)
+    limiter = CallLimiter(fail, max_bytes=1)
     calls = [WorkerCall(1, Lane.BULK) for _ in range(3)]
     started: list[WorkerCall] = []
     limiter.enter(calls[0], 1, lambda: None)

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from teimgr.cluster.opening import open_cluster
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source
+from teimgr.control.background import in_background
 from teimgr.control.capacity.advisor import Advisor
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.capacity.kept_file import KeptFile, kept_path
@@ -47,9 +49,10 @@ from teimgr.control.supervision.store import Store
 from teimgr.control.supervision.worker_run import FleetProber
 from teimgr.daemon.config_watch import ConfigWatch
 from teimgr.daemon.disk_watch import DiskWatch
-from teimgr.daemon.listeners import Listeners, Notifier, open_listeners
+from teimgr.daemon.listeners import Listeners, open_listeners
 from teimgr.daemon.parent import block_signals
 from teimgr.daemon.succession import Follower, Predecessor, Succession
+from teimgr.daemon.systemd import Notifier
 from teimgr.errors import InvalidConfig, TeimgrError
 from teimgr.files import ensure_home
 from teimgr.http.auth.policy import Policy, PolicyInForce
@@ -348,16 +351,11 @@ class Daemon:
         except OSError as error:
             log.warning("the daemon's log is kept in no file: %s: %s", self._own_log, error.strerror)
 
-    @contextlib.asynccontextmanager
-    async def _rotating_log(self) -> AsyncIterator[None]:
+    def _rotating_log(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Keep the log file of the daemon within its limit while the block runs."""
         limits = self.settings.log_max_bytes, self.settings.log_keep
-        work = logs.rotate_regularly(lambda: (self._own_log,), *limits)
-        rotating = asyncio.create_task(work, name="rotation of the daemon's log")
-        try:
-            yield
-        finally:
-            rotating.cancel()
+        work = partial(logs.rotate_regularly, lambda: (self._own_log,), *limits)
+        return in_background(work, "rotation of the daemon's log")
 
     async def _renew(self) -> None:
         """After an upgrade: replace what was adopted of another version, the muxes first, which route to the others."""

@@ -2,6 +2,9 @@
 
 A worker alone with work takes all cores; one that starts to work beside it gets its part back within half a second,
 without a message: each worker writes its own load into its slot of the file, and reads those of the others.
+
+Other processes are not in the file: `HelperWaits` sees how long small batches wait. A step ends with its slowest
+thread, and a thread on a core shared with another process may stand still for milliseconds, and a query with it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +33,10 @@ _WINDOW_S = 0.2  # seconds that a load is averaged over, at least: a single quer
 _FRESH_S = 0.5  # a load that was written longer ago, in seconds, counts as 0: its worker is idle or gone
 _READ_EVERY_S = 0.02  # seconds between two reads of the other slots, which take a part of a small batch's time
 _BUSY_CORES = 0.1  # a worker with a smaller load, in cores, is not among those that the cores are divided by
+
+_HELD_UP_S = 0.001  # a batch that waited for longer was held up
+_LATEST, _MAX_HELD_UP = 8, 2  # window of batches; slow if more than `_MAX_HELD_UP` of them waited
+_ALONE_S = 1.0
 
 
 class CoreLoad:
@@ -147,3 +155,25 @@ _LOCK = "@hhqqi4x"  # struct flock of Linux
 
 def _lock(kind: int, slot: int) -> bytes:
     return struct.pack(_LOCK, kind, os.SEEK_SET, slot * _FIELDS * 8, _FIELDS * 8, 0)
+
+
+class HelperWaits:
+    """How long the latest small batches waited for the threads that helped. Safe from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._latest: deque[bool] = deque(maxlen=_LATEST)
+        self._alone_until = 0.0
+
+    def threads(self, most: int) -> int:
+        """How many threads to compute a small batch with: `most`, or one for a second after several were held up."""
+        return 1 if self._clock() < self._alone_until else most
+
+    def note(self, waited_s: float) -> None:
+        """A batch on several threads has waited so long for them."""
+        with self._lock:
+            self._latest.append(waited_s > _HELD_UP_S)
+            if sum(self._latest) > _MAX_HELD_UP:
+                self._latest.clear()
+                self._alone_until = self._clock() + _ALONE_S

@@ -35,10 +35,9 @@ from teimgr.http.http2.connection import MaxAge
 from teimgr.http.server import bind
 from teimgr.http.unix_listener import UnixListener, bind_unix, remove_stale
 from teimgr.mux.call_counters import CallCounters
-from teimgr.mux.control import Message, MuxControl
+from teimgr.mux.control import DaemonLoads, Message, MuxControl
 from teimgr.mux.handlers import MuxHandlers
 from teimgr.mux.health import MuxHealth
-from teimgr.mux.model_loads import DaemonLoads
 from teimgr.mux.server import GrpcServer, tls_context, tls_context_of
 from teimgr.observability import logs
 from teimgr.observability.loop_watchdog import LoopWatchdog

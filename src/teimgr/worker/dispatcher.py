@@ -25,7 +25,7 @@ from teimgr.wire.freeing import free
 from teimgr.wire.gil_interval import short_turns
 from teimgr.wire.spaces import Marks, check_expected, reply_headers, reply_marks
 from teimgr.worker.calls import CallReply, DeferredReply, WorkerCall, max_token_bytes
-from teimgr.worker.limiter import FairLimiter, InteractiveCalls
+from teimgr.worker.limiter import CallLimiter, InteractiveCalls
 from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
 from teimgr.worker.submission import Encode, Part, Submission
 from teimgr.worker.tenant_meter import Tenants
@@ -79,7 +79,7 @@ class Dispatcher:
         self._closed = False
         self.taken = 0
         """Calls, and messages of streams, since the start."""
-        self._call_limiter = FairLimiter(
+        self._call_limiter = CallLimiter(
             self._fail,
             max_calls=spec.max_concurrent_requests + spec.max_waiting,
             max_bytes=self.max_bytes,
@@ -89,8 +89,8 @@ class Dispatcher:
         self._interactive = InteractiveCalls()
         # Messages that arrive at the instance port, until they are calls, and replies, until clients have read them.
         self.port_budget = ByteBudget(self.max_bytes)
-        self._result_budget = FairLimiter(self._fail, max_bytes=self.max_bytes)
-        self._decoded_budget = FairLimiter(self._fail, max_bytes=self.max_bytes)
+        self._result_budget = CallLimiter(self._fail, max_bytes=self.max_bytes)
+        self._decoded_budget = CallLimiter(self._fail, max_bytes=self.max_bytes)
         self.max_length = 0  # in tokens, of a text, once the model is loaded
         self.space_headers: dict[str, str] = {}  # of a reply, once the model is loaded
         self.space_marks: Marks = ()

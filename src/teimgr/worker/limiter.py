@@ -15,7 +15,7 @@ _BESIDE_OTHERS = 4
 _CALLED_LATELY_S = 10.0
 
 
-class FairLimiter:
+class CallLimiter:
     """A FIFO limiter: bounds on the number and bytes of the calls admitted, and of those waiting in its queue.
 
     Where no other call is admitted (or none waits), a call of any size fits. Strictly in order of arrival: small calls

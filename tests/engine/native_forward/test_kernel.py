@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
-from teimgr.engine.native_forward.helper_waits import HelperWaits
+from teimgr.engine.core_load import HelperWaits
 from teimgr.engine.native_forward.kernel import ForwardKernel, forward_kernel
 from teimgr.engine.native_forward.lowering import lower
 from teimgr.engine.native_forward.program import CannotLowerError, Columns, ForwardProgram, Step, Table

@@ -10,8 +10,7 @@ from tests.worker.dialects.dialect_client import Asking
 
 from teimgr.api.gateway.routes import DialectPath, paths
 from teimgr.wire.error_bodies import SIE, TEI, WEAVIATE
-from teimgr.worker.dialects.examples import EXAMPLES
-from teimgr.worker.dialects.openapi import instance_document
+from teimgr.worker.dialects.openapi import EXAMPLES, instance_document
 
 INSTANCES = {"mini": "dense"}
 OF_PATH = {"/predict": "classifier", "/rerank": "reranker", "/embed_sparse": "splade", "/v1/score": "reranker"} | {

@@ -1,12 +1,13 @@
-"""Lines of an input file: read in chunks, each one checked on its own, in threads.
+"""Lines of an input file: read in chunks and checked in threads; `validate` checks a whole file before its requests.
 
 A line is `{"custom_id": …, "method": "POST", "url": …, "body": {…}}`; blank lines are passed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import ExitStack
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -15,12 +16,14 @@ import orjson
 
 from teimgr.api.batches.batch_record import BatchFault
 from teimgr.api.batches.disk import Disk
-from teimgr.errors import InvalidInput
+from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.wire import json_pieces, json_scan
 
 MAX_ID_CHARS = 512
 # The models of a whole file are kept until all of it has been looked at.
 MAX_MODEL_CHARS = 4096
+# Faults that a batch names; the rest of the file is not read.
+MAX_FAULTS = 100
 _CHUNK_BYTES = 1024 * 1024
 _CHUNK_LINES = 500
 # A longer line is decoded in pieces: one call of the parser holds the GIL for 0.1 s and more where it has megabytes.
@@ -142,3 +145,78 @@ def _member(holder: dict[str, Any], name: str, kind: type, noun: str) -> Iterato
         yield BatchFault("missing_required_parameter", f"Missing required parameter: {name}.", param=name)
     elif not isinstance(given, kind):
         yield BatchFault("invalid_type", f"{name} must be {noun}.", param=name)
+
+
+CheckModel = Callable[[str], None]
+"""Raises a TeimgrError where the owner may not use the model of this name."""
+
+
+class Validated(NamedTuple):
+    """What was found: the requests counted, the model where all name the same, and the faults."""
+
+    total: int
+    model: str | None
+    faults: list[BatchFault]
+
+
+async def validate(
+    disk: Disk, path: Path, url: str, max_line_bytes: int, max_lines: int, check_model: CheckModel
+) -> Validated:
+    """Check every line: its form, its endpoint, that its custom_id is unique, and its model.
+
+    In memory are a chunk of lines, and 16 bytes for each custom_id.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    seen = _Seen(check_model)
+    total = 0
+    async with aclosing(read_requests(disk, path, url, max_line_bytes)) as chunks:
+        async for chunk in chunks:
+            for parsed in chunk:
+                if total == max_lines:
+                    text = f"The file has more than {max_lines} requests (batches.max_lines)."
+                    seen.faults.append(BatchFault("too_many_requests", text))
+                    return Validated(total, None, seen.faults)
+                total += 1
+                if isinstance(parsed, BatchFault):
+                    seen.faults.append(parsed)
+                elif seen.check(parsed):
+                    await asyncio.sleep(0)  # to look for names like an unknown one takes milliseconds
+                if len(seen.faults) >= MAX_FAULTS:
+                    return Validated(total, None, seen.faults)
+    if not total:
+        seen.faults.append(BatchFault("empty_file", "The file has no request."))
+    models = list(seen.models)
+    return Validated(total, models[0] if len(models) == 1 else None, seen.faults)
+
+
+class _Seen:
+    """The custom_ids and models of the requests so far."""
+
+    def __init__(self, check_model: CheckModel) -> None:
+        self.faults: list[BatchFault] = []
+        self.models: dict[str, str | None] = {}  # why each cannot be used
+        self._ids: set[bytes] = set()
+        self._check_model = check_model
+
+    def check(self, request: InputRequest) -> bool:
+        """Note a request and its faults; whether its model was looked up."""
+        digest = request.digest
+        if digest in self._ids:
+            text = "The custom_id of this request is that of another one; it must be unique in a batch."
+            self.faults.append(BatchFault("duplicate_custom_id", text, request.number, "custom_id"))
+        self._ids.add(digest)
+        is_new = request.model not in self.models
+        if is_new:
+            self.models[request.model] = self._refusal(request.model)
+        if (why := self.models[request.model]) is not None:
+            self.faults.append(BatchFault("model_not_found", why, request.number, "body.model"))
+        return is_new
+
+    def _refusal(self, model: str) -> str | None:
+        try:
+            self._check_model(model)
+        except TeimgrError as error:
+            return error.message
+        return None

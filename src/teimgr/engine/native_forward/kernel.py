@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from teimgr.engine.batching.batch import PackedBatch
-from teimgr.engine.native_forward.helper_waits import HelperWaits
+from teimgr.engine.core_load import HelperWaits
 from teimgr.engine.native_forward.lowering import lower
 from teimgr.engine.native_forward.packed_weights import WeightPacker
 from teimgr.engine.native_forward.program import CannotLowerError, ForwardProgram, Step, Table, quantised

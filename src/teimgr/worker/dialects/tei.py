@@ -27,12 +27,12 @@ from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, scores
-from teimgr.worker.dialects import tei_types
+from teimgr.worker.dialects import tei_bodies
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
 from teimgr.worker.dialects.rerank import relevance
 from teimgr.worker.dialects.serde_json import Fault
 from teimgr.worker.dialects.serde_types import Optional, Struct, Type, read_body
-from teimgr.worker.dialects.tei_ambiguity import is_ambiguous, may_be_ambiguous, may_be_deep
+from teimgr.worker.dialects.tei_bodies import is_ambiguous, may_be_ambiguous, may_be_deep
 from teimgr.worker.entities import Aggregation, entities
 
 if TYPE_CHECKING:  # importing the engine imports torch
@@ -393,7 +393,7 @@ def _of_instance(instance: Any, model: LoadedModel) -> http.InferenceRequest:
         InvalidInput: it is not a request of the model's kind; with the words of the parser.
     """
     with suppress(Fault):
-        return TeiRerankRequest.model_validate(tei_types.RERANK.of_value(instance))
+        return TeiRerankRequest.model_validate(tei_bodies.RERANK.of_value(instance))
     kind = _OF_KIND[model.kind]
     try:
         return kind.model_validate(_TYPES[kind].of_value(instance))
@@ -448,16 +448,16 @@ class DecodeRequest(http.Body):
 
 # How TEI's own parser reads each request.
 _TYPES: Mapping[type[http.Body], Struct] = {
-    TeiEmbedRequest: tei_types.EMBED,
-    TeiEmbedAllRequest: tei_types.EMBED_ALL,
-    TeiEmbedSparseRequest: tei_types.EMBED_SPARSE,
-    TeiPredictRequest: tei_types.PREDICT,
-    TeiRerankRequest: tei_types.RERANK,
-    TeiSimilarityRequest: tei_types.SIMILARITY,
-    OpenAICompatRequest: tei_types.OPENAI,
-    TokenizeRequest: tei_types.TOKENIZE,
-    DecodeRequest: tei_types.DECODE,
-    TeiVertexRequest: tei_types.VERTEX,
+    TeiEmbedRequest: tei_bodies.EMBED,
+    TeiEmbedAllRequest: tei_bodies.EMBED_ALL,
+    TeiEmbedSparseRequest: tei_bodies.EMBED_SPARSE,
+    TeiPredictRequest: tei_bodies.PREDICT,
+    TeiRerankRequest: tei_bodies.RERANK,
+    TeiSimilarityRequest: tei_bodies.SIMILARITY,
+    OpenAICompatRequest: tei_bodies.OPENAI,
+    TokenizeRequest: tei_bodies.TOKENIZE,
+    DecodeRequest: tei_bodies.DECODE,
+    TeiVertexRequest: tei_bodies.VERTEX,
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from teimgr.engine.native_forward.helper_waits import HelperWaits
+from teimgr.engine.core_load import HelperWaits
 from teimgr.engine.native_library import native_library
 
 
@@ -100,7 +100,7 @@ print(sorted(waits)[-1], sorted(waits)[len(waits) // 2])
 )
 def test_a_forward_tells_how_long_it_waited_for_a_thread_that_stands_still() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", HELD_UP], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", HELD_UP], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
     )
 
     assert ended.returncode == 0, ended.stderr

@@ -12,23 +12,23 @@ import pytest
 from teimgr.errors import InvalidInput
 from teimgr.wire import json_scan
 from teimgr.worker import http_inference
-from teimgr.worker.dialects import serde_json, serde_runs, tei, tei_ambiguity, tei_types
+from teimgr.worker.dialects import serde_json, serde_runs, tei, tei_bodies
 from teimgr.worker.dialects.serde_json import Fault
 from teimgr.worker.dialects.serde_types import Optional, Struct, read_body
-from teimgr.worker.dialects.tei_ambiguity import is_ambiguous, may_be_deep
+from teimgr.worker.dialects.tei_bodies import is_ambiguous, may_be_deep
 from teimgr.worker.http_inference import Body
 
 PAIRS = [
-    (tei.TeiEmbedRequest, tei_types.EMBED),
-    (tei.TeiEmbedAllRequest, tei_types.EMBED_ALL),
-    (tei.TeiEmbedSparseRequest, tei_types.EMBED_SPARSE),
-    (tei.TeiPredictRequest, tei_types.PREDICT),
-    (tei.TeiRerankRequest, tei_types.RERANK),
-    (tei.TeiSimilarityRequest, tei_types.SIMILARITY),
-    (tei.OpenAICompatRequest, tei_types.OPENAI),
-    (tei.TokenizeRequest, tei_types.TOKENIZE),
-    (tei.DecodeRequest, tei_types.DECODE),
-    (tei.TeiVertexRequest, tei_types.VERTEX),
+    (tei.TeiEmbedRequest, tei_bodies.EMBED),
+    (tei.TeiEmbedAllRequest, tei_bodies.EMBED_ALL),
+    (tei.TeiEmbedSparseRequest, tei_bodies.EMBED_SPARSE),
+    (tei.TeiPredictRequest, tei_bodies.PREDICT),
+    (tei.TeiRerankRequest, tei_bodies.RERANK),
+    (tei.TeiSimilarityRequest, tei_bodies.SIMILARITY),
+    (tei.OpenAICompatRequest, tei_bodies.OPENAI),
+    (tei.TokenizeRequest, tei_bodies.TOKENIZE),
+    (tei.DecodeRequest, tei_bodies.DECODE),
+    (tei.TeiVertexRequest, tei_bodies.VERTEX),
 ]
 
 
@@ -184,7 +184,7 @@ def test_windows_find_what_one_search_of_the_body_finds(window: int, monkeypatch
 @pytest.mark.parametrize("key", [b'"k%d"', rb'"\u0069nput"', rb'"\n"', rb'"inputs of %d"'])
 def test_keys_that_are_no_fields_are_passed_over_in_runs(key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(tei_ambiguity, "end_of_string", lambda *given: calls.append(given))
+    monkeypatch.setattr(tei_bodies, "end_of_string", lambda *given: calls.append(given))
     members = b",".join(key.replace(b"%d", b"%d" % number) + b":0" for number in range(1000))
     assert not is_ambiguous(tei._quoted_fields(tei.TeiEmbedRequest), b'{"x":{' + members + b"}}")
     assert calls == []
