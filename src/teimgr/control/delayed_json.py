@@ -29,6 +29,8 @@ class DelayedJson:
         self._name = name
         self._content = content
         self._writing: asyncio.Task[None] | None = None
+        self._is_changed = False  # since the last write began
+        self._is_ending = asyncio.Event()
 
     def read(self, take: Callable[[Any], None]) -> None:
         """Give the file's content to `take`, whose errors mean that it is broken. Blocking."""
@@ -43,20 +45,23 @@ class DelayedJson:
 
     def write_soon(self) -> None:
         """The content has changed; call it on the event loop."""
+        self._is_changed = True
         if self._path is not None and (self._writing is None or self._writing.done()):
             self._writing = asyncio.get_running_loop().create_task(self._write(self._path), name=self._name)
 
     async def close(self) -> None:
         """Write what is not written yet."""
-        if self._path is not None and self._writing is not None and not self._writing.done():
-            self._writing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._writing
-            await asyncio.to_thread(self._save, self._path)
+        self._is_ending.set()
+        if self._writing is not None:
+            await self._writing
 
     async def _write(self, path: Path) -> None:
-        await asyncio.sleep(_WRITE_AFTER_S)
-        await asyncio.to_thread(self._save, path)
+        while self._is_changed:  # a change may come while the one before is written
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WRITE_AFTER_S):
+                    await self._is_ending.wait()
+            self._is_changed = False
+            await asyncio.to_thread(self._save, path)
 
     def _save(self, path: Path) -> None:
         try:
