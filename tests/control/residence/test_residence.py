@@ -32,6 +32,10 @@ class ScriptedOwner:
         self.failed: dict[str, tuple[str, float | None]] = {}
         self.loaded = asyncio.Event()
         self.load_times: dict[str, float] = {}
+        self.counts: dict[str, dict[str, tuple[int, int] | None]] = {}
+        self.count_begun, self.may_count = asyncio.Event(), asyncio.Event()
+        self.may_count.set()
+        self.lost_places = 0  # how many instances go before the call that they are made for
 
     def declare_instance(self, name: str, **keys: object) -> None:
         self.specs[name] = InstanceSpec(name=name, model_id=name, load="on_demand", **keys)  # type: ignore[arg-type]
@@ -45,7 +49,14 @@ class ScriptedOwner:
         if model_id != "owner/model":
             return None
         self.declare_instance("made")
+        if self.lost_places:
+            self.lost_places -= 1
+            self.remove("made")
         return "made"
+
+    def remove(self, name: str) -> None:
+        del self.specs[name]
+        self.directory.remove(name)
 
     def spec(self, name: str) -> InstanceSpec | None:
         return self.specs.get(name)
@@ -73,8 +84,10 @@ class ScriptedOwner:
         self.publish(name, State.UNLOADED)
         return True
 
-    async def usage(self, name: str) -> tuple[int, int] | None:
-        return (1, int(name in self.busy))
+    async def usage(self, name: str) -> Mapping[str, tuple[int, int] | None]:
+        self.count_begun.set()
+        await self.may_count.wait()
+        return self.counts.get(name, {"w": (1, int(name in self.busy))})
 
     def note(self, name: str, incident: Incident) -> None:
         self.notes.append(incident)
@@ -142,8 +155,7 @@ async def test_calls_that_wait_are_refused_when_their_model_goes(
         waiting = asyncio.create_task(call(residence, "a"))
         await owner.loaded.wait()
         if state is None:
-            del owner.specs["a"]
-            owner.directory.remove("a")
+            owner.remove("a")
         else:
             owner.failed = {"a": failure} if failure else {}
             owner.publish("a", state)
@@ -171,6 +183,16 @@ async def test_a_call_that_names_an_allowed_model_has_an_instance_made() -> None
         await waiting
         with pytest.raises(InstanceNotFound):
             await call(residence, "owner/other")
+
+
+async def test_a_call_whose_instance_gave_its_place_to_another_model_has_one_made_again() -> None:
+    async with running() as (owner, residence):
+        owner.lost_places = 1
+        waiting = asyncio.create_task(call(residence, "owner/model"))
+        await owner.loaded.wait()
+        owner.publish("made", State.RUNNING)
+        await waiting
+        assert len(owner.asked) == 2
 
 
 async def test_an_instance_that_a_call_makes_is_that_of_its_key_whose_idle_ones_have_a_value() -> None:
@@ -207,6 +229,75 @@ async def test_an_idle_model_is_unloaded_and_a_busy_one_is_not(monkeypatch: pyte
         await eventually(lambda: owner.unloads == ["a"])
         owner.busy.clear()
         await eventually(lambda: owner.unloads == ["a", "b"])
+
+
+async def test_calls_count_by_worker_so_that_one_which_leaves_or_misses_an_answer_makes_no_model_hot() -> None:
+    async with running() as (owner, residence):
+        owner.counts["a"] = {"u": (100_000, 0), "v": (200_000, 0)}  # of an earlier daemon
+        owner.declare_instance("a")
+        owner.publish("a", State.RUNNING)
+        await eventually(lambda: residence.phases() == {"a": "loaded"})
+        model = residence._fleet.models["a"]
+        for counts, calls in (
+            ({"u": (100_000, 0), "v": (200_000, 0)}, 0),
+            ({"u": None, "v": (200_001, 0)}, 1),
+            ({"u": (100_000, 0), "v": (200_001, 0)}, 1),
+            ({"u": (100_000, 0), "v": (200_000, 0)}, 1),  # a count that was overtaken by the one before
+            ({"u": (100_002, 0), "v": (200_001, 0)}, 3),
+            ({"v": (200_001, 0)}, 3),
+            ({"v": (200_001, 0), "w": (5, 0)}, 8),
+        ):
+            owner.counts["a"] = counts  # type: ignore[assignment]
+            await residence.rehearsal()
+            assert model.calls == calls
+
+
+async def test_the_calls_of_a_load_count_from_its_start() -> None:
+    async with running() as (owner, residence):
+        owner.declare_instance("a")
+        owner.publish("a", State.STARTING)
+        owner.publish("a", State.RUNNING)
+        await eventually(lambda: residence.phases() == {"a": "loaded"})
+        owner.counts["a"] = {"w": (4, 0)}
+        await residence.rehearsal()
+        assert residence._fleet.models["a"].calls == 4
+
+
+@pytest.mark.parametrize("state", [None, State.STOPPED], ids=["deleted", "stopped"])
+async def test_a_model_that_goes_while_its_calls_are_counted_is_left_out(state: State | None) -> None:
+    async with running() as (owner, residence):
+        owner.declare_instance("a")
+        owner.publish("a", State.RUNNING)
+        await eventually(lambda: residence.phases() == {"a": "loaded"})
+        owner.busy.add("a")
+        owner.count_begun.clear()
+        owner.may_count.clear()
+        relieving = asyncio.create_task(residence.relieve("b", 50, 10, {"a": 50}))
+        planning = asyncio.create_task(residence.rehearsal())
+        await owner.count_begun.wait()
+        if state is None:
+            owner.remove("a")
+        else:
+            owner.publish("a", state)
+        await eventually(lambda: residence.phases() != {"a": "loaded"})
+        owner.may_count.set()
+        assert not await asyncio.wait_for(relieving, 30)
+        await planning
+        assert not any(model.is_busy for model in residence._fleet.models.values())
+
+
+async def test_a_worker_that_does_not_answer_holds_up_no_call() -> None:
+    async with running() as (owner, residence):
+        owner.may_count.clear()
+        owner.declare_instance("a")
+        owner.publish("a", State.RUNNING)
+        owner.declare_instance("b")
+        await owner.count_begun.wait()
+        waiting = asyncio.create_task(call(residence, "b"))
+        await asyncio.wait_for(owner.loaded.wait(), 30)
+        owner.publish("b", State.RUNNING)
+        assert await asyncio.wait_for(waiting, 30) == "b"
+        assert not owner.may_count.is_set()
 
 
 async def test_what_a_key_asks_for_shortens_no_stay_of_the_other_keys_that_have_called() -> None:

@@ -99,8 +99,8 @@ class Owner(Protocol):
     async def unload(self, name: str, reason: str, incident: Incident | None) -> bool:
         """End the workers of an instance; False where it has calls."""
 
-    async def usage(self, name: str) -> tuple[int, int] | None:
-        """The calls of its workers since their start, and those under way; None if none of them answers."""
+    async def usage(self, name: str) -> Mapping[str, tuple[int, int] | None]:
+        """The calls of each running worker since its start, and those under way; None of one that does not answer."""
 
     def note(self, name: str, incident: Incident) -> None:
         """Record what happened to an instance."""
@@ -126,13 +126,14 @@ class Residence:
         self._called: dict[str, Mapping[int, int]] = {}  # by `callers` of the tenants, at the last count
         self._fleet = Fleet()
         self._entries: dict[str, RouteEntry] = {}
-        self._used: dict[str, int] = {}
+        self._used: dict[str, dict[str, int]] = {}  # the calls of each worker by incarnation, at the last count
         self._answers: dict[int, asyncio.Future[None]] = {}
         self._numbers = itertools.count(1)
         self._mailbox: asyncio.Queue[Event | _RefusedLoad | tuple[str, RouteEntry | None]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._refused_loads: defaultdict[str, list[asyncio.Future[bool]]] = defaultdict(list)
         self._count_at = 0.0
+        self._counting: asyncio.Task[None] | None = None
         for entry in directory.snapshot().entries:
             self._mailbox.put_nowait((entry.name, entry))
         directory.subscribe(lambda name, entry: self._mailbox.put_nowait((name, entry)))
@@ -147,30 +148,39 @@ class Residence:
             ModelLoadFailed: nor does a later one.
             Unavailable, Overloaded: it cannot be loaded in time, or too many calls wait; with the time to come again.
         """
-        call, now = next(self._numbers), self._now()
         limit_s = WAIT_LIMIT_S if timeout_s is None else min(timeout_s, WAIT_LIMIT_S)
+        until = self._now() + limit_s
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                try:
+                    call = await self._begin_call(instance, until)
+                except InstanceNotFound:  # also one that had to go meanwhile for another that a call has made
+                    call = await self._begin_call(instance, until)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Unavailable(f"Instance '{instance}' was not loaded within {limit_s:.3g} s") from None
+        try:
+            yield
+        finally:
+            self._leave(call)
+
+    async def _begin_call(self, instance: str, until: float) -> int:
+        """Wait until an instance is loaded; the result is the call that keeps it so, until it leaves."""
+        call = next(self._numbers)
         if self._owner.spec(instance) is None:  # the id of a model that no instance has
             key = self._tenants.badge(current_tenant())
             instance = await self._owner.declare(instance, key, self._value) or instance
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
-        self._mailbox.put_nowait(CallAsked(call, instance, now + limit_s))
+        self._mailbox.put_nowait(CallAsked(call, instance, until))
         try:
-            async with asyncio.timeout(limit_s) as limit:
-                await answer
-        except TimeoutError:
-            self._leave(call)
-            if not limit.expired():
-                raise
-            raise Unavailable(f"Instance '{instance}' was not loaded within {limit_s:.3g} s") from None
+            await answer
         except BaseException:
             self._leave(call)
             raise
         finally:
             del answer  # it, its error and this frame would be a cycle, which keeps the caller's payload
-        try:
-            yield
-        finally:
-            self._leave(call)
+        return call
 
     def keep(self, instance: str, seconds: float, key: int = ANONYMOUS) -> None:
         """Have an on-demand model stay for so long after the last call of a tenant, `key`; 0: not at all.
@@ -218,8 +228,8 @@ class Residence:
                 try:
                     async with asyncio.timeout_at(self._wake_at()):
                         item = await self._mailbox.get()
-                except TimeoutError:
-                    await self._on_time()
+                except TimeoutError:  # a worker that does not answer holds up its count, and no decision
+                    self._counting = self._begin(self._on_time(), "count of calls")
                     continue
                 self._on_item(item)
                 if (more := self._mailbox.qsize()) == 0:
@@ -254,7 +264,9 @@ class Residence:
     # Time
 
     def _wake_at(self) -> float | None:
-        """When something is due: a tick of the policy, or a count of the loaded models' calls."""
+        """When something is due: a tick of the policy, or a count of the loaded models' calls. None during a count."""
+        if self._counting is not None and not self._counting.done():
+            return None
         counted = [self._count_at] if self._countable() else []
         due = self._fleet.due()
         return min([*counted, *([due] if due is not None else [])], default=None)
@@ -264,21 +276,36 @@ class Residence:
         return [each.name for each in models if each.phase is Phase.LOADED and each.terms.on_demand]
 
     async def _on_time(self) -> None:
-        await self._count()
-        self._decide(Tick())
+        try:
+            await self._count()
+        finally:
+            self._set_next_count()
+            self._mailbox.put_nowait(Tick())
 
     async def _count(self) -> None:
         """Read the calls of every loaded on-demand model from its workers."""
         names = self._countable()
         found = await asyncio.gather(*(self._owner.usage(name) for name in names), return_exceptions=True)
         for name, usage in zip(names, found, strict=True):
-            if isinstance(usage, tuple):
-                calls, under_way = usage
-                before, self._used[name] = self._used.get(name, 0), calls
-                new = calls - before if calls >= before else calls  # of new workers
-                self._decide(Used(name, new, under_way, self._new_callers(name)))
+            is_loaded = (model := self._fleet.models.get(name)) is not None and model.phase is Phase.LOADED
+            if not is_loaded or isinstance(usage, BaseException) or not any(usage.values()):
+                continue  # also one that has gone while its workers were asked
+            under_way = sum(each[1] for each in usage.values() if each is not None)
+            self._decide(Used(name, self._new_calls(name, usage), under_way, self._new_callers(name)))
+
+    def _set_next_count(self) -> None:
         waits = any(model.phase is Phase.ROOM for model in self._fleet.active.values())
         self._count_at = self._now() + (_URGENT_INTERVAL_S if waits else COUNT_INTERVAL_S)
+
+    def _new_calls(self, name: str, usage: Mapping[str, tuple[int, int] | None]) -> int:
+        """The calls that workers report beyond the last count; all of a new worker, none of the first count of all."""
+        before = self._used.get(name)
+        now = {worker: each[0] for worker, each in usage.items() if each is not None}
+        last = now if before is None else before
+        self._used[name] = {
+            worker: max(now.get(worker, 0), last.get(worker, 0)) for worker in usage if worker in now or worker in last
+        }  # counts that overlap may come in any order
+        return sum(max(0, calls - last.get(worker, 0)) for worker, calls in now.items())
 
     def _value(self, name: str) -> float | None:
         """Recent calls a second of an instance; None if it has calls now, or is being loaded or unloaded."""
@@ -321,6 +348,8 @@ class Residence:
                 self._learn_load(name)
                 return Loaded(name)
             case State.STARTING:
+                if entry.on_demand:
+                    self._used[name] = {}  # its calls count from the start; else they came before it was counted
                 return Loading(name)
             case State.STOPPING:
                 return Unloading(name)
@@ -375,10 +404,11 @@ class Residence:
                 log.warning("%s", reason, extra={"instance": model})
                 self._owner.note(model, Incident(event="war", reason=reason, at=now_rfc3339()))
 
-    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _load(self, name: str, reason: str) -> None:
         """Have the model's workers started; the directory tells what becomes of them."""

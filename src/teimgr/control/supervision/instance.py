@@ -274,12 +274,11 @@ class ManagedInstance:
                 self._is_unloading = False
                 self.on_state_changed()
 
-    async def usage(self) -> Usage | None:
-        """The total of its running workers' calls; None if none of them answers."""
-        running = [each for each in self._serving if each.state is State.RUNNING]
-        found = await asyncio.gather(*(each.usage() for each in running))
-        known = [each for each in found if each is not None]
-        return Usage(*(sum(column) for column in zip(*known, strict=True))) if known else None
+    async def usage(self) -> dict[str, Usage | None]:
+        """The calls of each running worker by its incarnation, None of one that does not answer."""
+        running = {each.incarnation or "": each for each in self._serving if each.state is State.RUNNING}
+        found = await asyncio.gather(*(each.usage() for each in running.values()))
+        return dict(zip(running, found, strict=True))
 
     async def accept(self, command: Command, *, keep_wanted: bool = False) -> None:
         """Pass the command to every replica; `settle` waits until it is carried out.

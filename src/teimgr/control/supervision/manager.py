@@ -505,6 +505,10 @@ class Manager:
             return None
         if (found := self._name_of(model_id)) is not None:
             return found
+        declaring = self._declare_in_turn(model_id, key, value)  # a caller who leaves must not let the next one in
+        return await self._turns.carry_out(declaring, f"instance of {model_id}")
+
+    async def _declare_in_turn(self, model_id: str, key: str, value: Callable[[str], float | None]) -> str:
         async with self._declaring:  # what several calls have made at a time counts, and each gets a name of its own
             return self._name_of(model_id) or await self._declare(model_id, key, value)
 
@@ -569,8 +573,8 @@ class Manager:
             unloading = instance.unload(reason, incident)
             return await self._planning.noted(instance.spec.name, incident, unloading)
 
-    async def usage(self, name: str) -> Usage | None:
-        """The calls that an instance's running workers report; None if none of them answers.
+    async def usage(self, name: str) -> dict[str, Usage | None]:
+        """The calls that each running worker of an instance reports, by incarnation; None if it does not answer.
 
         Raises:
             InstanceNotFound.
