@@ -17,7 +17,7 @@ from teimgr.control.ledger.ledger import Footprint, Ledger, Place
 from teimgr.control.placement.gpus import Inventory
 from teimgr.control.supervision.validation import with_changes
 from teimgr.errors import InstanceNotFound, ObjectNotFound
-from teimgr.spec import Incident, InstanceSpec, InstanceView, State
+from teimgr.spec import Incident, InstanceSpec, InstanceView, State, WorkerView
 
 MIB = 2**20
 
@@ -35,13 +35,15 @@ class Fleet:
     def __init__(self) -> None:
         self.spec: InstanceSpec | None = InstanceSpec(name="a", model_id="m")
         self.worker: Worker | None = Worker("a", counters={"taken": 0, "queued_tokens": 0})
+        self.has_worker = False  # by its view
         self.notes: list[Incident] = []
         self.time = 0.0
 
     def get(self, name: str) -> InstanceView:
         if self.spec is None or name != "a":
             raise InstanceNotFound(name)
-        return InstanceView(spec=self.spec, state=State.RUNNING)
+        there = WorkerView(replica=0, role="serving", state=State.RUNNING, incarnation="1")
+        return InstanceView(spec=self.spec, state=State.RUNNING, workers=(there,) if self.has_worker else ())
 
     async def update(self, name: str, changes: Mapping[str, Any]) -> InstanceView:
         assert self.spec is not None
@@ -164,6 +166,17 @@ async def test_an_instance_that_has_just_begun_is_not_idle() -> None:
         advisor = setup.made(seen_part)
         await advisor.look()
         assert [each.id for each in await advisor.recommendations()] == found
+
+
+async def test_an_instance_whose_workers_all_miss_a_reading_is_still_watched() -> None:
+    setup = Setup()
+    await setup.advisor.look()
+    history, setup.fleet.has_worker, setup.fleet.worker = setup.advisor._histories["a"], True, None
+    await setup.advisor.look()
+    assert setup.advisor._histories == {"a": history}
+    setup.fleet.has_worker = False
+    await setup.advisor.look()
+    assert not setup.advisor._histories
 
 
 async def test_only_what_is_recommended_now_has_an_id() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from teimgr.control.capacity.history import _KEPT_REFUSALS, REFUSALS_WINDOW_S, Refusals
+from teimgr.control.capacity.history import _KEPT_REFUSALS, REFUSALS_WINDOW_S, History, Memory, Refusals
+from teimgr.spec import InstanceSpec, InstanceView, State, WorkerView
 
 
 @dataclass
@@ -38,6 +39,25 @@ def test_workers_are_added_up_and_a_new_one_counts_from_its_start() -> None:
     rates = refusals.read([worker(19, "u"), worker(20, "w"), worker(40, "v", "b")], 10)
     assert rates == {"a": 3, "b": 4}
     assert refusals.read([worker(20, "w")], 20) == {"a": 1.5}  # the end of a worker takes nothing back
+
+
+def test_a_worker_that_misses_a_reading_is_not_a_new_one() -> None:
+    refusals = Refusals()
+    refusals.read([worker(1000, "u"), worker(5000, "v")], 0, {"u", "v"})
+    assert refusals.read([worker(1010, "u")], 10, {"u", "v"}) == {"a": 1}
+    assert refusals.read([], 20, {"u", "v"}) == {"a": 0.5}
+    assert refusals.read([worker(1010, "u"), worker(5020, "v")], 30, {"u", "v"}) == {"a": 1}
+    refusals.read([worker(1000, "u"), worker(5020, "v")], 30, {"u", "v"})  # it was overtaken by the one before
+    assert refusals.read([worker(1010, "u"), worker(5020, "v")], 30, {"u", "v"}) == {"a": 1}
+
+
+def test_what_a_late_worker_has_counted_since_its_start_is_counted_once() -> None:
+    history = History()
+    there = tuple(WorkerView(replica=0, role="serving", state=State.RUNNING, incarnation=name) for name in "uv")
+    view = InstanceView(spec=InstanceSpec(name="a", model_id="m"), state=State.RUNNING, workers=there)
+    for now, texts in enumerate(({"u": 10, "v": 500}, {"u": 12}, {"u": 12, "v": 503}, {"u": 12, "v": 501}, {"v": 504})):
+        history.add(view, [Counters("a", name, {"texts": count}) for name, count in texts.items()], now)
+    assert history.observe(view, Memory(), 60).texts == 2 + 4
 
 
 def test_readings_are_bounded_however_often_someone_asks() -> None:

@@ -132,10 +132,14 @@ class Advisor:
         for each in await self._stats(None):
             found[each.instance].append(each)
         now = asyncio.get_running_loop().time()
-        self._histories = {name: self._histories.get(name) or History() for name in found}
-        for name, workers in found.items():
+        before, self._histories = self._histories, {}
+        for name in dict.fromkeys((*before, *found)):
             with suppress(InstanceNotFound):
-                self._histories[name].add(self._fleet.get(name), workers, now)
+                view, history = self._fleet.get(name), before.get(name) or History()
+                if workers := found[name]:
+                    history.add(view, workers, now)
+                if workers or any(each.incarnation for each in view.workers):  # those that are late count on
+                    self._histories[name] = history
 
     async def recommendations(
         self, window_s: float = DEFAULT_WINDOW_S, only: Callable[[str], bool] = lambda name: True
@@ -219,7 +223,7 @@ class Advisor:
         if self._clock() < record.until:
             return
         seen = self._observe(record.instance, cards, record.window_secs * (1 + record.extensions))
-        is_met, figures = verdict(record.expects, seen)
+        is_met, figures = verdict(record.expects, seen, self._seen_part * record.window_secs)
         if is_met is None and record.extensions < _MAX_EXTENSIONS:
             record.extensions += 1
             record.until = self._clock() + record.window_secs

@@ -258,7 +258,8 @@ class Autoscaler:
         found = await self._stats(None)
         for each in found:
             sums[each.instance].append(_sums(each.counters))
-        refused = self._refusals.read(found, asyncio.get_running_loop().time())
+        present = {worker.incarnation for view in views for worker in view.workers}
+        refused = self._refusals.read(found, asyncio.get_running_loop().time(), present)
         names = ((view, view.spec.name) for view in views)
         return {name: self._figures(view, sums[name], refused.get(name, 0.0)) for view, name in names}
 

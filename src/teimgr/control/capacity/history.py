@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from teimgr.control.capacity.recommendations import Card, Observation
@@ -23,6 +23,7 @@ _KEYS = (
 )
 
 Sums = tuple[float, ...]
+_NOTHING = (0.0,) * (len(_COUNTS) + _BUCKETS)
 
 
 class Counters(Protocol):
@@ -69,13 +70,15 @@ class History:
             self._keys = keys
             self._readings.clear()
         last = self._readings[-1].sums if self._readings else ()
-        workers = {each.incarnation: _sums(each.counters) for each in found}
-        grown = list(last) or [0.0] * (len(_COUNTS) + _BUCKETS)
-        for name, sums in workers.items():
-            # One that the last reading did not have began since then; of the first reading only what follows counts.
-            before = self._workers.get(name, () if last else sums)
-            for i, value in enumerate(sums):
-                grown[i] += max(0.0, value - (before[i] if before else 0.0))
+        grown = [*(last or _NOTHING)]
+        present = {each.incarnation for each in view.workers}
+        workers = {name: sums for name, sums in self._workers.items() if name in present}  # also one that is late
+        for each in found:
+            # One that no reading had began since the last one; of the first reading only what follows counts.
+            sums = _sums(each.counters)
+            before = self._workers.get(each.incarnation, _NOTHING if last else sums)
+            workers[each.incarnation] = (*map(max, sums, before),)  # readings that overlap come in any order
+            grown = [a + max(0.0, b - c) for a, b, c in zip(grown, sums, before, strict=True)]
         self._workers = workers
         queued = sum(each.counters.get("queued_tokens", 0) for each in found)
         self._readings.append(_Reading(now, tuple(grown), queued, len(found)))
@@ -133,25 +136,20 @@ class Refusals:
         self._workers: dict[str, dict[str, float]] = {}
         self._readings: dict[str, deque[tuple[float, float]]] = {}
 
-    def read(self, found: Sequence[Counters], now: float) -> dict[str, float]:
-        """Take what the workers report, and return the rates of their instances."""
-        by_instance: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    def read(self, found: Sequence[Counters], now: float, present: Container[str | None] = ()) -> dict[str, float]:
+        """Take what the workers report, and return the rates of their instances; `present` are those there are."""
+        last, grown = self._workers, defaultdict[str, float](float)
+        kept = {name: {key: n for key, n in known.items() if key in present} for name, known in last.items()}
+        workers = defaultdict[str, dict[str, float]](dict, {name: known for name, known in kept.items() if known})
         for each in found:
-            by_instance[each.instance][each.incarnation] = each.counters.get("refused", 0)
-        before = self._workers
-        self._workers = dict(by_instance)
-        self._readings = {name: self._readings.get(name) or deque(maxlen=_KEPT_REFUSALS) for name in by_instance}
-        return {
-            name: _add(self._readings[name], _grown(workers, before.get(name)), now)
-            for name, workers in by_instance.items()
-        }
-
-
-def _grown(workers: dict[str, float], before: dict[str, float] | None) -> float:
-    """What was refused since the reading before; of a worker that it did not have, all."""
-    if before is None:
-        return 0.0
-    return sum(max(0.0, refused - before.get(name, 0.0)) for name, refused in workers.items())
+            refused = each.counters.get("refused", 0)
+            # Of the first reading of an instance only what follows counts, of a worker that begins later all.
+            before = last[each.instance].get(each.incarnation, 0.0) if each.instance in last else refused
+            grown[each.instance] += max(0, refused - before)
+            workers[each.instance][each.incarnation] = max(refused, before)  # readings may come in any order
+        self._workers = dict(workers)
+        self._readings = {name: self._readings.get(name) or deque(maxlen=_KEPT_REFUSALS) for name in workers}
+        return {name: _add(readings, grown[name], now) for name, readings in self._readings.items()}
 
 
 def _add(readings: deque[tuple[float, float]], grown: float, now: float) -> float:

@@ -141,11 +141,16 @@ def recommend(seen: Observation) -> list[Recommendation]:
     return [found for rule in rules for found in rule(seen)]
 
 
-def verdict(expects: Expectation, seen: Observation) -> tuple[bool | None, str]:
-    """Whether a change brought what was expected, and the figures as a sentence; None: too little was computed."""
+def verdict(expects: Expectation, seen: Observation, min_span_s: float = 0.0) -> tuple[bool | None, str]:
+    """Whether a change brought what was expected, and the figures as a sentence; None: too little was seen.
+
+    What it holds is seen at once, all else within `min_span_s` at least.
+    """
     value = seen.value(expects.metric)
     words = expects.relation.replace("_", " ")
     figures = f"{expects.metric} is {value:,.4g}, expected {words} {expects.value:,.4g}"
+    if expects.metric != "held_bytes" and seen.span_s < min_span_s:
+        return None, f"{seen.span_s:,.0f} s say too little"
     if expects.metric in ("tokens_per_second", "known_share") and seen.texts + seen.known_texts < _MIN_TEXTS:
         return None, f"{seen.texts + seen.known_texts} texts say too little"
     return (value >= expects.value if expects.relation == "at_least" else value <= expects.value), figures
