@@ -25,8 +25,16 @@ from teimgr.control.placement.gpus import Inventory
 from teimgr.control.placement.hosts import Host
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.store import parse
-from teimgr.errors import Code, MaxInstancesReached, NotRunning, StateNotSaved, UpdateFailed, ValidationError
-from teimgr.spec import InstanceSpec, State, UpdateView
+from teimgr.errors import (
+    Code,
+    InstanceNotFound,
+    MaxInstancesReached,
+    NotRunning,
+    StateNotSaved,
+    UpdateFailed,
+    ValidationError,
+)
+from teimgr.spec import InstanceSpec, InstanceView, State, UpdateView
 from teimgr.wire.routing.router import Router
 
 Fleets = Callable[..., Fleet]
@@ -528,6 +536,22 @@ async def test_a_move_that_fails_leaves_the_worker_where_it_serves(folder: Path)
             await instance.move(1, Place("two"))
     finally:
         await fleet.end()
+
+
+async def test_a_plan_under_way_whose_instance_is_deleted_names_it(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fleets()
+    await fleet.manager.boot()
+    create = fleet.manager.create
+
+    async def create_and_delete(spec: InstanceSpec) -> InstanceView:
+        await create(spec)
+        return await fleet.manager.delete(spec.name)
+
+    monkeypatch.setattr(fleet.manager, "create", create_and_delete)
+    with pytest.raises(InstanceNotFound, match="'a' not found"):
+        await fleet.manager.carry_out([InstanceSpec(name="a", model_id="fake")])
 
 
 async def test_a_key_with_more_than_its_share_of_the_places_loses_its_least_valuable_one(fleets: Fleets) -> None:

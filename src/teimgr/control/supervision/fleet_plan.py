@@ -21,6 +21,7 @@ from teimgr.control.placement.planner import Planner, with_batch_tokens
 from teimgr.control.residence.rehearsal import Rehearsal
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.control.supervision.supervisor import Supervisor
+from teimgr.errors import InstanceNotFound
 from teimgr.spec import Incident, InstanceSpec, State
 
 MAX_INSTANCES = 1000
@@ -94,8 +95,14 @@ class Planning:
         return [each.spec for each in self._instances.values() if each.spec.wanted_running]
 
     def happened(self, name: str) -> list[PlannedWorker]:
-        """What became of the workers of an instance, in the words of a plan."""
-        return [self._became(name, each) for each in self._instances[name].workers]
+        """What became of the workers of an instance, in the words of a plan.
+
+        Raises:
+            InstanceNotFound: it was deleted meanwhile.
+        """
+        if (instance := self._instances.get(name)) is None:
+            raise InstanceNotFound(name)
+        return [self._became(name, each) for each in instance.workers]
 
     def is_placed(self, name: str) -> bool:
         """Whether each worker of an instance has its memory, or was refused it, or is gone."""
