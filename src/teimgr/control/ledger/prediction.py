@@ -93,7 +93,8 @@ def predicted(sizes: WeightSizes, dtype: str, max_batch_tokens: int, *, on_card:
     layers = sizes.parameters - sizes.tables
     tables = 0 if sizes.is_wide else 4 * sizes.tables
     copied = item * layers + tables
-    extra = max(widened, 4 * layers) // 4 + own.loading * _MIB
+    # int8 is made from float32, all layers of which may be there at once.
+    extra = max(widened, 4 * layers) // (1 if item == 1 else 4) + own.loading * _MIB
     return _with_margin(process + tokenizer + copied + batch, extra)
 
 
