@@ -261,6 +261,17 @@ def test_numbers_of_heads_that_do_not_divide_are_refused(kernel: AttentionKernel
         kernel(*texts.rows, texts.begins, 4)
 
 
+@pytest.mark.parametrize("dtypes", ["ddd", "eee", "fbf", "bbf"])
+def test_rows_of_other_or_several_types_are_refused(dtypes: str, kernel: AttentionKernel) -> None:
+    """Numbers of half the bytes were read beyond the end of their memory."""
+    texts = Texts((4,), torch.float32)
+    of = {"d": torch.float64, "e": torch.float16, "f": torch.float32, "b": torch.bfloat16}
+    rows = [part.to(of[name]) for part, name in zip(texts.rows, dtypes, strict=True)]
+
+    with pytest.raises(ValueError, match="queries, keys and values of"):
+        kernel(*rows, texts.begins, 4)
+
+
 @pytest.mark.parametrize("begins", [(0, 5), (2, 1), (-1, 4)])
 def test_borders_outside_of_the_rows_are_refused(begins: tuple[int, int], kernel: AttentionKernel) -> None:
     texts = Texts((4,), torch.float32)

@@ -224,6 +224,14 @@ def results_of(bad: Output | None, number: float) -> BatchResults:
     )
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_rows_of_any_type_of_numbers_are_told_finite(dtype: type[np.floating]) -> None:
+    values = np.ones((3, 5), dtype)
+    values[1, 4] = np.nan
+
+    assert HostRows(values).finite().tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("bad", list(Output))
 def test_what_is_no_number_fails_its_row_where_it_was_asked_for(bad: Output, number: float) -> None:

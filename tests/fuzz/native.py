@@ -69,9 +69,7 @@ from teimgr.engine.native_library import BFLOAT16_LEVEL  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src/teimgr/engine/native").glob("*.c"))
 # Not optimised: every access is checked all the same, and it is built in a third of the time. -g1 has the lines.
-SANITISED = (
-    "-g1 -O0 -std=gnu11 -fPIC -shared -fsanitize=address,undefined -fno-sanitize=alignment -fno-omit-frame-pointer"
-)
+SANITISED = "-g1 -O0 -std=gnu11 -fPIC -shared -fsanitize=address,undefined,float-cast-overflow -fno-sanitize=alignment"
 ODD = (-(2**63), -(2**31), -65, -1, 0, 1, 3, 17, 1024, 1025, 2048, 65_537, 2**31 - 1, 2**31, 2**40, 2**63 - 1)
 LIBRARY = "sanitised.so"
 LIMIT_S = 600
@@ -124,6 +122,7 @@ class _Programs:
     def call(self) -> int:
         """The status of one program, in half of the cases with some fields that are odd."""
         chance, self._kept = self._chance, []
+        self._largest = chance.choice((1.0, 1.0, 1e-41, 3e38))
         self._level = chance.randint(1, self._library.attention_level())
         self._panel = int(self._library.panel_width(self._level))
         self._bfloat16 = chance.randrange(2) if self._level >= BFLOAT16_LEVEL else 0
@@ -230,7 +229,7 @@ class _Programs:
         return -(-columns // 64) * 64
 
     def _floats(self, count: int) -> int:
-        return self._array(np.linspace(-1, 1, max(count, 1), dtype=np.float32)[:count].copy())
+        return self._array((self._largest * np.linspace(-1, 1, max(count, 1))[:count]).astype(np.float32))
 
     def _array(self, array: np.ndarray[Any, Any]) -> int:
         self._kept.append(array)

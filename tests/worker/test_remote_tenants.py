@@ -177,6 +177,7 @@ async def test_a_host_that_lies_about_its_tokens_lifts_no_quota(tmp_path: Path, 
     for note, payload in (
         (Note.SETTLE, SETTLE.pack(-500)),
         (Note.CHARGE, CHARGE.pack(numbers["one"], -500)),
+        (Note.CHARGE, CHARGE.pack(numbers["one"], 2**32)),  # 0 as C's int
         (Note.CHARGE, CHARGE.pack(numbers["two"], 1)),  # which has not called
         (Note.COUNT, COUNT.pack(numbers["one"], *[-1] * COUNTERS)),
         (Note.COUNT, COUNT.pack(numbers["two"], *[1] * COUNTERS)),

@@ -21,7 +21,7 @@ from teimgr.errors import CallOverQuota, ConcurrentTokensExceeded, DailyTokensEx
 from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.wire.tenants.quotas import NS_PER_S, Limits
-from teimgr.wire.tenants.table import FILE, TENANT_WORDS, Counter, TenantKey, TenantTable, tenant_at
+from teimgr.wire.tenants.table import FILE, TENANT_WORDS, USED_ROWS_AT, Counter, TenantKey, TenantTable, tenant_at
 from teimgr.worker.calls import CallReply, WorkerCall
 from teimgr.worker.submission import Part, Submission
 from teimgr.worker.tenant_meter import Account, TenantMeter, Tenants, open_meter
@@ -267,6 +267,13 @@ def test_a_killed_worker_leaves_nothing_in_flight_and_loses_no_count(tmp_path: P
     table.clear(row)
     assert account.charge(80) is None
     assert [has_ended for _, _, has_ended in table.rows()] == [False]
+
+
+def test_a_damaged_number_of_rows_is_no_reason_to_read_behind_them(tmp_path: Path, table: TenantTable) -> None:
+    meter, tenants = meter_of(tmp_path / FILE), table.configure([TenantKey("one", Limits(concurrent=10))])
+    table.words[USED_ROWS_AT] = 2**40
+
+    assert account_of(meter, tenants["one"]).charge(5) is None
 
 
 def test_a_name_keeps_its_number_and_its_use(table: TenantTable) -> None:

@@ -98,8 +98,9 @@ class AttentionKernel:
         """
         tokens, heads, size = query.shape
         key_heads = key.shape[1]
-        if key.shape != (tokens, key_heads, size) or key.shape != value.shape or not key_heads or heads % key_heads:
-            shapes = ", ".join(str(tuple(rows.shape)) for rows in (query, key, value))
+        fit = key.shape == value.shape == (tokens, key_heads, size) and query.dtype in DTYPES
+        if not fit or {key.dtype, value.dtype} != {query.dtype} or not key_heads or heads % key_heads:
+            shapes = ", ".join(f"{tuple(rows.shape)} in {rows.dtype}" for rows in (query, key, value))
             raise ValueError(f"attention kernel: queries, keys and values of {shapes} do not belong together")
         if not 0 < size <= MAX_HEAD_SIZE:
             raise ValueError(f"attention kernel: heads of {size} columns, and at most {MAX_HEAD_SIZE} are computed")

@@ -111,7 +111,8 @@ class HostRows:
     def finite(self) -> NDArray[np.bool_]:
         """Which of the N texts have neither NaN nor infinity, bool [N]."""
         library, values = native_library(), self.values
-        if self.offsets is None and library is not None and values.ndim == 2 and values.flags.c_contiguous:
+        is_plain = values.ndim == 2 and values.flags.c_contiguous and values.dtype == np.float32
+        if self.offsets is None and library is not None and is_plain:
             found = np.empty(len(values), np.bool_)
             library.finite_rows(address(values), len(values), values.shape[1], address(found))
             return found

@@ -398,6 +398,24 @@ def test_an_index_that_no_table_has_is_refused(bert: Any, field: str, wrong: int
     assert torch.equal(kernel(batch, positions, threads), expected)
 
 
+@pytest.mark.parametrize("change", [lambda ids: ids.astype(np.int16), lambda ids: ids.repeat(2)[::2]])
+@pytest.mark.parametrize("field", ["ids", "type_ids", "cu_seqlens", "kept"])
+def test_arrays_that_are_not_what_the_library_reads_are_refused(bert: Any, field: str, change: Any) -> None:
+    kernel = forward_kernel(bert, {}, torch.float32)[0]
+    batch = pack([Encoded(ids, type_ids=np.zeros(len(ids), np.uint8)) for ids in random_texts((9, 40))])
+    batch = replace(batch, kept=batch.cu_seqlens[:-1].astype(np.int64))
+
+    with pytest.raises(ValueError, match="are not the batch"):
+        kernel(replace(batch, **{field: change(getattr(batch, field))}), batch.position_ids, 1)
+
+
+def test_a_number_of_threads_that_no_machine_has_is_refused(bert: Any) -> None:
+    batch = pack([Encoded(ids) for ids in random_texts((600,))])
+
+    with pytest.raises(RuntimeError, match="outside of what it is of"):
+        forward_kernel(bert, {}, torch.float32)[0](batch, batch.position_ids, 1 << 30)
+
+
 def test_a_negative_position_is_refused_by_tables_of_rotations() -> None:
     torch.manual_seed(0)
     made = transformers.AutoModel.from_config(MODELS["qwen3"], attn_implementation="sdpa").eval().requires_grad_(False)

@@ -286,7 +286,7 @@ static TARGET void LEVEL(quantise)(const struct step *step, const struct group *
         nothing += values * 0.0f;
     }
     const float low = -LEVEL(largest_of)(least), range = LEVEL(largest_of)(most) - low;
-    const float scale = range > 0 ? range / 255.0f : 1.0f, inverse = 1.0f / scale;
+    const float scale = range > 1e-30f ? range / 255.0f : 1.0f, inverse = 1.0f / scale;  // less has no finite inverse
     const int32_t zero = range < __builtin_inff() ? (int32_t)__builtin_rintf(-low * inverse) : 0;
     struct row_scale of_row = {scale + LEVEL(sum_of)(nothing), zero - ZERO_OF_BYTES};
     for (int64_t column = 0; column < step->inner; column += WIDTH)

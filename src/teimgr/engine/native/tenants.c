@@ -15,7 +15,7 @@ enum { RATE = 1, BURST, DAILY, CONCURRENT, ARRIVAL = 8, REFUNDED, SPENT };
 enum { ADMITTED, BY_RATE, BY_DAY, BY_CONCURRENT };
 enum { DAY_SHIFT = 40 };
 
-static const int64_t ns_per_s = 1000000000, s_per_day = 86400, most_tokens = (int64_t)1 << 32;
+static const int64_t ns_per_s = 1000000000, s_per_day = 86400, most_rows = 256;  // as ROWS of table.py
 
 typedef _Atomic int64_t word;
 
@@ -42,7 +42,7 @@ static int is_over_concurrent(const struct tenant_receipt *receipt, int64_t toke
     atomic_fetch_add(receipt->own, tokens);  // before the sum: of two at the same time one sees the other
     if (limit == 0) return 0;
     // A worker that is not among them yet sees this charge: it is counted there before it charges.
-    const int64_t rows = atomic_load(receipt->rows);
+    const int64_t rows = lesser(atomic_load(receipt->rows), most_rows);
     int64_t sum = 0;
     for (int64_t row = 0; row < rows; row++) sum += atomic_load(receipt->in_flight + row * receipt->stride);
     return sum > limit;
@@ -101,7 +101,7 @@ void tenant_refund_at(struct tenant_receipt *receipt, int64_t tokens, int64_t no
 
 int64_t tenant_charge_at(struct tenant_receipt *receipt, int64_t tokens, int64_t now_ns, int64_t day) {
     memset(&receipt->tokens, 0, sizeof *receipt - offsetof(struct tenant_receipt, tokens));
-    if (tokens < 0 || tokens > most_tokens) return -1;
+    if (tokens < 0 || tokens > INT32_MAX) return -1;
     receipt->tokens = tokens;
     int64_t refused = ADMITTED;
     if (is_over_concurrent(receipt, tokens)) refused = BY_CONCURRENT;

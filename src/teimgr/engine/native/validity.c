@@ -9,6 +9,7 @@ enum {
     MAX_COLUMNS = 1 << 24,      // of a row
     MAX_TOKEN_BYTES = 1 << 30,  // of all slots
     MAX_STEPS = 1 << 20,
+    MAX_THREADS = 1 << 16,      // twice as many are an int
     COLUMN_UNIT = 16,            // columns of rows that are computed by whole registers
 };
 static const int64_t MAX_STRIDE = (int64_t)1 << 31;
@@ -174,5 +175,5 @@ int forward_is_valid(const struct forward *call) {
     for (int64_t i = 0; i < program->step_count; i++)
         if (program->steps[i].kind == ROTATE && call->positions == NULL) return 0;
     const int64_t rows = call->kept == NULL ? call->tokens : call->texts;
-    return call->out != NULL && call->out_size >= rows * program->width && call->threads >= 0;
+    return call->out != NULL && call->out_size >= rows * program->width && within(call->threads, 0, MAX_THREADS);
 }

@@ -238,11 +238,11 @@ class ForwardKernel:
             IndexError: the model has no such token id, position or type.
             ValueError: the arrays of the batch do not belong together.
         """
-        arrays = (batch.ids, positions) if batch.type_ids is None else (batch.ids, positions, batch.type_ids)
-        if any(len(array) != batch.tokens for array in arrays) or len(batch.cu_seqlens) != batch.texts + 1:
-            raise ValueError("native forward: the arrays of the batch have different lengths")
-        if any(each is not None and len(each) != batch.texts for each in (batch.keys, batch.kept)):
-            raise ValueError("native forward: the number of keys, or the kept token, is not known for each text")
+        texts, read = batch.texts, list[tuple[NDArray[Any] | None, int, type[np.integer]]]()
+        read += [(each, batch.tokens, np.int64) for each in (batch.ids, positions, batch.type_ids)]
+        read += [(batch.cu_seqlens, texts + 1, np.int32), (batch.keys, texts, np.int32), (batch.kept, texts, np.int64)]
+        if not all(_is_read(*each) for each in read):
+            raise ValueError("native forward: ids, positions, types, borders, keys or kept tokens are not the batch's")
         return self._computed(self._sized_for(positions), batch, positions, threads)
 
     def _sized_for(self, positions: NDArray[np.int64]) -> _SizedProgram:
@@ -445,6 +445,11 @@ class ForwardKernel:
                 slot = layout.take(elements * 4, last_read)
                 values[key] = _Value(slot, slot)
         return layout.slots, values
+
+
+def _is_read(array: NDArray[Any] | None, length: int, dtype: type[np.integer]) -> bool:
+    """Whether the library may read this many numbers from where `array` begins; None is nothing to read."""
+    return array is None or (len(array) == length and array.dtype == dtype and array.flags.c_contiguous)
 
 
 def _scale(step: Step) -> float:

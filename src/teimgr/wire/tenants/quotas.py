@@ -14,7 +14,7 @@ from teimgr.errors import Code
 
 NS_PER_S = 1_000_000_000
 S_PER_DAY = 86_400
-MAX_TOKENS = 2**32
+MAX_TOKENS = 2**31 - 1
 """More than a call can have; so that products with `NS_PER_S` are within 64 bits."""
 
 LIMITS = (Code.TOKEN_RATE_EXCEEDED, Code.DAILY_TOKENS_EXCEEDED, Code.CONCURRENT_TOKENS_EXCEEDED)
