@@ -192,6 +192,19 @@ def test_another_form_of_the_same_files_has_the_same_space(model: Path, copy: Pa
     assert space(copy) == space(model)
 
 
+def test_code_that_is_trusted_is_of_the_space_only_where_it_runs(model: Path, copy: Path) -> None:
+    def trusted(**config: Any) -> str:
+        return space(copy, trust_remote_code=True, config=read(copy / "config.json") | config)
+
+    unused, used = set(), set()
+    for code in ("", "VALUE = 1", "VALUE = 2"):
+        (copy / "modeling.py").write_text(code)
+        unused.add(trusted())
+        used.add(trusted(auto_map={"AutoModel": "modeling.Own"}))
+    assert unused == {space(model)}
+    assert len(used) == 3
+
+
 def test_loads_of_any_precision_and_batch_have_one_space_and_their_class(model: Path, tmp_path: Path) -> None:
     def loaded(**options: Any) -> tuple[str, str]:
         info = load_parts(EngineOptions(path=model, model_id="m", spaces=tmp_path / "spaces", **options)).info

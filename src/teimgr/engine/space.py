@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
@@ -34,13 +34,14 @@ from teimgr.engine.weights.onnx import onnx_weights
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import onnx_file, weight_files
 from teimgr.models.gguf_head import read_gguf
-from teimgr.models.layout import Layout
+from teimgr.models.layout import Layout, OwnModule
 from teimgr.models.safetensors_head import read_head
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Of what is hashed: raised with a line in CHANGELOG.md where the engine's own vectors change their meaning."""
+_KEPT_FORMAT = 2  # of kept digests: raised where they change for the same files
 MAX_KEPT = 4096
 _MAX_KEPT_BYTES = 64 * 1024
 _MAX_FILES = 10_000
@@ -153,7 +154,7 @@ class SpaceDigest:
         except OSError as error:
             log.info("no digests of the model's files are kept: %s", error)
             return None
-        versions = (FORMAT, tokenizers.__version__, transformers.__version__)
+        versions = (FORMAT, _KEPT_FORMAT, tokenizers.__version__, transformers.__version__)
         facts = (versions, repr(replace(layout, notes=(), warnings=())), self.code, found)
         key = hashlib.sha256(repr(facts).encode()).hexdigest()
         return PrivateCacheFile(self.folder / f"{key}{_SUFFIX}", _MAX_KEPT_BYTES, MAX_KEPT)
@@ -187,7 +188,7 @@ def _of_layout(layout: Layout, weights: Mapping[Path, str]) -> dict[str, Any]:
     }
 
 
-def digests_of(layout: Layout, tokenizer: TextTokenizer, code: Iterable[str], threads: int) -> ContentDigests:
+def digests_of(layout: Layout, tokenizer: TextTokenizer, code: Sequence[str], threads: int) -> ContentDigests:
     """Read and hash a model's files; raises ModelLoadFailed: one cannot be read."""
     texts = [one.library.to_str() for one in tokenizer.all()]
     named = str(layout.config.get("transformers_weights") or "")
@@ -290,13 +291,21 @@ def _of_tensor(name: str, tensor: Tensor) -> str:
     return f"{json.dumps([name, dtype, list(tensor.shape)])} {digest}"
 
 
-def _code_digest(layout: Layout, code: Iterable[str]) -> str:
-    """Digest of a trusted model's own code; "" if it may not run any."""
-    if not layout.trust_remote_code:
+def _code_digest(layout: Layout, code: Sequence[str]) -> str:
+    """Digest of a trusted model's own code; "" if it runs none, whatever *.py files are there."""
+    if not layout.trust_remote_code or not (code or _has_own_code(layout)):
         return ""
     files = sorted({*layout.root.glob("*.py"), *layout.root.glob("*/*.py")})
     lines = [f"{file.relative_to(layout.root)} {_of_range(file, 0, file.stat().st_size)}" for file in files]
     return _sha256([*lines, *sorted(code)])
+
+
+def _has_own_code(layout: Layout) -> bool:
+    """Whether the model, the tokenizer or a module is code of the model's own."""
+    route = layout.query_route
+    if layout.config.get("auto_map") or layout.own_tokenizer or layout.reader is not None:
+        return True
+    return any(isinstance(one, OwnModule) for one in layout.projections) or bool(route and _has_own_code(route.layout))
 
 
 def _sha256(lines: Iterable[str]) -> str:

@@ -106,20 +106,16 @@ class Lease:
         return await self._call(method, payload, flags, None if deadline is None else deadline - loop.time())
 
     def _check_refusals(self, call_class: object, size: int, timeout_s: float | None) -> None:
-        """Refuse a call if the worker has just refused one of its class that was at most as large and had as much time.
-
-        Raises:
-            Overloaded: with the time that the worker named, less what has passed since.
-        """
+        """Raise Overloaded, with what is left of the time that the worker named, if it has just refused a call of this
+        class that was at most as large and had as much time."""
         refusal, now = self._replica.refusals.get(call_class), asyncio.get_running_loop().time()
         if refusal is not None and now < refusal.until and refusal.holds_for(size, timeout_s):
             raise Overloaded(retry_after_s=refusal.again_at - now)
 
     def _keep_refusal(self, call_class: object, size: int, timeout_s: float | None, retry_after_s: float) -> None:
-        """Keep the worker's refusal of a call for a part of the time that it named.
+        """Keep a refusal for a part of the time that the worker named, so that it need not read calls to refuse them.
 
-        So an overloaded worker has to read few of the calls that it would refuse. With a second or more of work ahead
-        it does not run out of it meanwhile; a shorter wait is not worth keeping.
+        With a second or more of work ahead it does not run out of it meanwhile; a shorter wait is not worth keeping.
         """
         if retry_after_s >= _MIN_RETRY_AFTER_S:
             now = asyncio.get_running_loop().time()
