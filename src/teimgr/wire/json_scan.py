@@ -11,6 +11,7 @@ import codecs
 import re
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
+from io import BytesIO
 from json import JSONDecodeError
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +31,7 @@ WINDOW_BYTES = 16 * 1024
 # Of the patterns with alternatives, which take as long for a byte: half a millisecond for strings of one letter.
 _MATCHED_BYTES = 4 * 1024
 _TOKENS_A_STEP = 512
+_SEARCHED_BYTES = 256 * 1024  # or counted, or copied, in one call: a tenth of a millisecond
 # Lists, objects and long texts that one scan passes over one by one: about a second. No client sends this many.
 MAX_TOKENS = 1_000_000
 
@@ -82,6 +84,35 @@ def completed(steps: Steps[ResultT]) -> ResultT:
         return result
 
 
+def _windows(size: int) -> Iterator[int]:
+    """Where windows begin in `size` bytes that are searched or copied; on a separate thread, with rests."""
+    rest = Rests()
+    for at in range(0, size, _SEARCHED_BYTES):
+        yield at
+        rest()
+
+
+def mentions(text: AnyText, word: bytes) -> bool:
+    """Whether `word` is in a text."""
+    return any(word in bytes(text[at : at + _SEARCHED_BYTES + len(word) - 1]) for at in _windows(len(text)))
+
+
+def occurrences(text: bytes, part: bytes, stop: int | None = None) -> int:
+    """How often `part` is in a text; with `stop`, begins before it."""
+    stop = len(text) if stop is None else stop
+    return sum(text.count(part, at, min(at + _SEARCHED_BYTES, stop) + len(part) - 1) for at in _windows(stop))
+
+
+def copied(text: AnyText) -> bytes:
+    """The bytes of a text; to copy tens of megabytes in one call holds the GIL for as many milliseconds."""
+    if len(text) <= _SEARCHED_BYTES:
+        return bytes(text)
+    whole = BytesIO()  # which gives its own buffer away
+    for at in _windows(len(text)):
+        whole.write(text[at : at + _SEARCHED_BYTES])
+    return whole.getvalue()
+
+
 def text_member(text: Text, name: str, start: int = 0) -> Steps[str | None]:
     """The text under `name` (ASCII) in the JSON object that begins at `start`; None if it has no such text.
 
@@ -99,8 +130,7 @@ def text_member(text: Text, name: str, start: int = 0) -> Steps[str | None]:
         if at >= pause or token % _TOKENS_A_STEP == _TOKENS_A_STEP - 1:
             pause = at + _MATCHED_BYTES
             yield
-        found = other.match(text, at, at + _MATCHED_BYTES)
-        at = at if found is None else found.end()
+        at = _matched(other, text, at, at + _MATCHED_BYTES)
         if at >= len(text) or text[at] in _CLOSING:
             return None
         if text[at] in _OPENING:
@@ -122,8 +152,7 @@ def _too_many(name: str) -> InvalidInput:
 def _run(pattern: re.Pattern[bytes], text: AnyText, at: int) -> Steps[int]:
     """The end of a run of the pattern's characters."""
     while True:
-        found = pattern.match(text, at, at + WINDOW_BYTES)
-        end = at if found is None else found.end()
+        end = _matched(pattern, text, at, at + WINDOW_BYTES)
         if end - at < WINDOW_BYTES:
             return end
         at = end
@@ -132,8 +161,7 @@ def _run(pattern: re.Pattern[bytes], text: AnyText, at: int) -> Steps[int]:
 
 def end_of_string(text: AnyText, at: int) -> Steps[int]:
     """The position behind a string whose characters begin at `at`; beyond the text if it is unterminated."""
-    found = _IN_STRING.match(text, at, at + _SHORT_BYTES)
-    at = at if found is None else found.end()
+    at = _matched(_IN_STRING, text, at, at + _SHORT_BYTES)
     if at < len(text) and text[at] == _QUOTE:
         return at + 1
     while at < len(text):
@@ -159,8 +187,7 @@ def _end_of_nested(text: Text, at: int, name: str) -> Steps[int]:
         if at >= pause or token % _TOKENS_A_STEP == _TOKENS_A_STEP - 1:
             pause = at + _MATCHED_BYTES
             yield
-        found = _LEVEL.match(text, at, at + _MATCHED_BYTES)
-        at = at if found is None else found.end()
+        at = _matched(_LEVEL, text, at, at + _MATCHED_BYTES)
         if at >= len(text):
             return at
         if text[at] == _QUOTE:
@@ -199,8 +226,7 @@ def _string(text: Text, at: int) -> Steps[str | None]:
         return None
     if end - at <= _MAX_VALUE_BYTES:
         return _decoded(text[at:end])
-    found = _IN_STRING.match(text, at + 1, at + 1 + _MAX_VALUE_BYTES)
-    stop = at + 1 if found is None else found.end()
+    stop = _matched(_IN_STRING, text, at + 1, at + 1 + _MAX_VALUE_BYTES)
     whole = (_decoded(text[at:cut] + b'"') for cut in range(stop, max(at, stop - _LONGEST_CUT), -1))
     return next((value for value in whole if value is not None), None)
 

@@ -268,7 +268,7 @@ async def embeddings(inference: http.HttpInference, request: HttpRequest) -> Htt
     except images.HasImages:
         return await _embed_items(inference, request)
     except http.BadRequest:
-        if b'"messages"' in bytes(request.body):
+        if await inference.mentions(request, b'"messages"'):
             return await _embed_items(inference, request)
         raise
     if body.modality != "text":

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from teimgr.errors import InvalidInput
-from teimgr.wire.json_scan import MAX_TEXT_BYTES, WINDOW_BYTES, too_long_text
+from teimgr.wire.json_scan import MAX_TEXT_BYTES, WINDOW_BYTES, occurrences, too_long_text
 from teimgr.worker.dialects import serde_runs
 from teimgr.worker.dialects.serde_text import shown
 
@@ -76,7 +76,7 @@ class Fault(Exception):
     def sentence(self, body: bytes) -> str:
         """`inputs[1]: invalid type: null, expected a string at line 1 column 20`."""
         line_start = body.rfind(b"\n", 0, self.index) + 1
-        line, column = 1 + body.count(b"\n", 0, line_start), (self.index or 0) - line_start
+        line, column = 1 + occurrences(body, b"\n", line_start), (self.index or 0) - line_start
         return f"{_shown_path(self.path or ())}{self.message} at line {line} column {column}"
 
 

@@ -24,6 +24,7 @@ from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
+from teimgr.wire.json_scan import copied, mentions
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, scores
@@ -462,7 +463,7 @@ _TYPES: Mapping[type[http.Body], Struct] = {
 
 
 def _may_be_ambiguous(kind: type[http.Body], body: Buffer) -> bool:
-    found = bytes(body)
+    found = copied(body)
     return (kind is TeiVertexRequest and may_be_deep(found)) or may_be_ambiguous(_quoted_fields(kind), found)
 
 
@@ -486,12 +487,12 @@ def _reparse(kind: type[http.BodyT], body: Buffer, quick: http.BodyT | None) -> 
 
     That takes up to a microsecond a byte, so for one that only looked ambiguous what was found quickly counts.
     """
-    found = bytes(body)
+    found = copied(body)
     if quick is not None and not (
         is_ambiguous(_quoted_fields(kind), found) or (kind is TeiVertexRequest and may_be_deep(found))
     ):
         return quick
-    own = _WITH_ITEMS.get(kind) if quick is None and b'"type"' in found else None
+    own = _WITH_ITEMS.get(kind) if quick is None and mentions(found, b'"type"') else None
     if own is not None and (items := _items(own, found)) is not None:
         return cast(http.BodyT, items)
     try:

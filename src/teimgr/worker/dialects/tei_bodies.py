@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from teimgr.wire.json_scan import completed, end_of_string, name_pattern
+from teimgr.wire.json_scan import completed, end_of_string, mentions, name_pattern, occurrences
 from teimgr.worker.dialects.serde_json import Fault, Path, Reader
 from teimgr.worker.dialects.serde_runs import end_of_run
 from teimgr.worker.dialects.serde_text import shown
@@ -214,16 +214,10 @@ def may_be_ambiguous(fields: Collection[bytes], body: bytes) -> bool:
 
 def _may_be_ambiguous_by_windows(fields: Collection[bytes], body: bytes) -> bool:
     """The same of megabytes: one search of all would hold the GIL."""
-    starts = range(0, len(body), _WINDOW_BYTES)
-
-    def count(part: bytes) -> int:
-        return sum(body.count(part, at, at + _WINDOW_BYTES + len(part) - 1) for at in starts)
-
-    if count(b"\\u00") and any(map(count, _ESCAPED_LETTERS)):
+    if occurrences(body, b"\\u00") and any(occurrences(body, letter) for letter in _ESCAPED_LETTERS):
         return True
-    if count(b"-0") and any(_MINUS_ZERO.search(body, at, at + _WINDOW_BYTES + 3) is not None for at in starts):
-        return True
-    return any(count(name) > 1 for name in fields)
+    windows = (_MINUS_ZERO.search(body, at, at + _WINDOW_BYTES + 3) for at in range(0, len(body), _WINDOW_BYTES))
+    return (mentions(body, b"-0") and any(windows)) or any(occurrences(body, name) > 1 for name in fields)
 
 
 @cache
@@ -265,7 +259,7 @@ def is_ambiguous(fields: Collection[bytes], body: bytes) -> bool:
 
 def may_be_deep(body: bytes) -> bool:
     """Whether values are nested as deep as TEI's parser refuses; orjson takes 1,024 levels."""
-    if body.count(b"[") + body.count(b"{") < _DEEPEST:
+    if occurrences(body, b"[") + occurrences(body, b"{") < _DEEPEST:
         return False
     at = depth = 0
     while depth < _DEEPEST and (at := end_of_run(_LEVEL, body, at)) < len(body):

@@ -155,7 +155,7 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
     try:
         body = await inference.read(request, VllmScoreRequest)
     except http.BadRequest:
-        if b'"content"' in bytes(request.body):
+        if await inference.mentions(request, b'"content"'):
             return await _score_items(inference, request)
         raise
     if body.instruction:
