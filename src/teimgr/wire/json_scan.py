@@ -130,7 +130,7 @@ def text_member(text: Text, name: str, start: int = 0) -> Steps[str | None]:
         if at >= pause or token % _TOKENS_A_STEP == _TOKENS_A_STEP - 1:
             pause = at + _MATCHED_BYTES
             yield
-        at = _matched(other, text, at, at + _MATCHED_BYTES)
+        at = matched(other, text, at, at + _MATCHED_BYTES)
         if at >= len(text) or text[at] in _CLOSING:
             return None
         if text[at] in _OPENING:
@@ -152,7 +152,7 @@ def _too_many(name: str) -> InvalidInput:
 def _run(pattern: re.Pattern[bytes], text: AnyText, at: int) -> Steps[int]:
     """The end of a run of the pattern's characters."""
     while True:
-        end = _matched(pattern, text, at, at + WINDOW_BYTES)
+        end = matched(pattern, text, at, at + WINDOW_BYTES)
         if end - at < WINDOW_BYTES:
             return end
         at = end
@@ -161,7 +161,7 @@ def _run(pattern: re.Pattern[bytes], text: AnyText, at: int) -> Steps[int]:
 
 def end_of_string(text: AnyText, at: int) -> Steps[int]:
     """The position behind a string whose characters begin at `at`; beyond the text if it is unterminated."""
-    at = _matched(_IN_STRING, text, at, at + _SHORT_BYTES)
+    at = matched(_IN_STRING, text, at, at + _SHORT_BYTES)
     if at < len(text) and text[at] == _QUOTE:
         return at + 1
     while at < len(text):
@@ -187,7 +187,7 @@ def _end_of_nested(text: Text, at: int, name: str) -> Steps[int]:
         if at >= pause or token % _TOKENS_A_STEP == _TOKENS_A_STEP - 1:
             pause = at + _MATCHED_BYTES
             yield
-        at = _matched(_LEVEL, text, at, at + _MATCHED_BYTES)
+        at = matched(_LEVEL, text, at, at + _MATCHED_BYTES)
         if at >= len(text):
             return at
         if text[at] == _QUOTE:
@@ -226,7 +226,7 @@ def _string(text: Text, at: int) -> Steps[str | None]:
         return None
     if end - at <= _MAX_VALUE_BYTES:
         return _decoded(text[at:end])
-    stop = _matched(_IN_STRING, text, at + 1, at + 1 + _MAX_VALUE_BYTES)
+    stop = matched(_IN_STRING, text, at + 1, at + 1 + _MAX_VALUE_BYTES)
     whole = (_decoded(text[at:cut] + b'"') for cut in range(stop, max(at, stop - _LONGEST_CUT), -1))
     return next((value for value in whole if value is not None), None)
 
@@ -241,6 +241,7 @@ MAX_CONTAINERS = 50_000
 MAX_VALUES = 1_000_000
 # Of one text. It is joined in one call, of 32 MB where one character needs four bytes; no model reads this many.
 MAX_TEXT_BYTES = 8 * 2**20
+LONG_TEXT = f"a text of more than {MAX_TEXT_BYTES} bytes"
 _MAX_DEPTH = 1024  # of lists and objects, as orjson's
 # A piece with more brackets than this is counted without those in its strings.
 _FEW_BRACKETS = 64
@@ -302,20 +303,8 @@ def decoded(text: AnyText, max_values: int = MAX_VALUES) -> Steps[Any]:
     return (yield from _Decoder(text, Reading(max_values)).value())
 
 
-def too_many_containers() -> InvalidInput:
-    return InvalidInput(f"The body has more than {MAX_CONTAINERS} lists and objects")
-
-
-def too_many_values(limit: int) -> InvalidInput:
-    return InvalidInput(f"The body has more than {limit} values")
-
-
-def too_many_members() -> InvalidInput:
-    return InvalidInput(f"The body has an object with more than {MAX_CONTAINERS} members")
-
-
-def too_long_text() -> InvalidInput:
-    return InvalidInput(f"The body has a text of more than {MAX_TEXT_BYTES} bytes")
+def too_large(what: str) -> InvalidInput:
+    return InvalidInput(f"The body has {what}")
 
 
 class _Decoder:
@@ -346,8 +335,8 @@ class _Decoder:
             yield
             container, _ = stack[-1]
             limit = at + WINDOW_BYTES
-            several = _matched(_ELEMENTS, text, at, limit)
-            end = _matched(_ELEMENT, text, several, limit)
+            several = matched(_ELEMENTS, text, at, limit)
+            end = matched(_ELEMENT, text, several, limit)
             if end < limit and end < len(text) and text[end] == _CLOSED_BY[type(container)]:
                 if not self._add(container, at, end) and has_comma:
                     raise _malformed("trailing comma is not allowed", end)
@@ -388,7 +377,7 @@ class _Decoder:
                 for key, value in found.items():
                     self._reading.put(container, key, value)
             if self._max_values is not None and len(container) > MAX_CONTAINERS:
-                raise too_many_members()
+                raise too_large(f"an object with more than {MAX_CONTAINERS} members")
         return bool(found)
 
     def _count(self, piece: AnyText) -> bool:
@@ -403,12 +392,12 @@ class _Decoder:
     def _counted(self, more: int) -> None:
         self._containers += more
         if self._max_values is not None and self._containers > MAX_CONTAINERS:
-            raise too_many_containers()
+            raise too_large(f"more than {MAX_CONTAINERS} lists and objects")
 
     def _counted_values(self, more: int) -> None:
         self._values += more
         if self._max_values is not None and self._values > self._max_values:
-            raise too_many_values(self._max_values)
+            raise too_large(f"more than {self._max_values} values")
 
     def _large_element(self, container: list[Any] | dict[str, Any], at: int) -> Steps[tuple[int, Any]]:
         """Read an element or member that no window holds or that is nested deeply: as `_opened_or_scalar`."""
@@ -439,7 +428,7 @@ class _Decoder:
                 self._store(opened)
             self._open.append((opened, ""))
             return at + 1, opened
-        end = _matched(_LITERAL, text, at, at + WINDOW_BYTES)
+        end = matched(_LITERAL, text, at, at + WINDOW_BYTES)
         if end - at >= WINDOW_BYTES:
             raise _malformed("a number is too long", at)
         try:
@@ -477,7 +466,7 @@ class _Decoder:
         if end > len(text):
             raise _malformed("unexpected end of data", len(text))
         if end - at > self._reading.max_text_bytes:
-            raise too_long_text()
+            raise too_large(LONG_TEXT)
         pieces: list[str] = []
         at += 1
         while at < end - 1:
@@ -500,7 +489,8 @@ def _values_in(found: list[Any] | dict[str, Any]) -> int:
 _CONTAINERS = frozenset((list, dict))
 
 
-def _matched(pattern: re.Pattern[bytes], text: AnyText, at: int, limit: int) -> int:
+def matched(pattern: re.Pattern[bytes], text: AnyText, at: int, limit: int) -> int:
+    """The end of a match from `at`, looked for before `limit`; `at` without one."""
     found = pattern.match(text, at, limit)
     return at if found is None else found.end()
 
@@ -516,7 +506,7 @@ def _whole_characters(text: AnyText, at: int, end: int) -> int:
     if _BACKSLASH in text[cut - _LONGEST_CUT : cut]:
         window = bytes(text[at:cut]).replace(b"\\\\", b"  ").replace(b'\\"', b"  ")  # a backslash left begins an escape
         tail = window[-_LONGEST_CUT:]
-        cut -= len(tail) - _matched(_WHOLE, tail, 0, len(tail))
+        cut -= len(tail) - matched(_WHOLE, tail, 0, len(tail))
         if cut == at:
             raise _malformed("invalid escape in string", at)
     return cut
@@ -557,7 +547,7 @@ def broken_text(text: AnyText) -> BrokenText | None:
 def _broken_text(text: AnyText) -> Steps[BrokenText | None]:
     before, at = -1, 0
     while at > before:  # an escape that a window cuts is read again at the beginning of the next one
-        before, at = at, _matched(_PAIRED, text, at, at + WINDOW_BYTES)
+        before, at = at, matched(_PAIRED, text, at, at + WINDOW_BYTES)
         yield
     half = _HALF.match(text, at)
     fault = "not valid UTF-8" if half is None else f"half of a surrogate pair, {half.group().decode()}"

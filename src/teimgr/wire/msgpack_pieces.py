@@ -123,7 +123,7 @@ class _Reader:
         head = self._body[at]
         if head in _MAPS:
             if (count := self._read(self._unpacker.read_map_header)) > MAX_CONTAINERS:
-                raise json_scan.too_many_members()
+                raise json_scan.too_large(f"an object with more than {MAX_CONTAINERS} members")
             self._announced(2 * count)
             return {}, count
         if head in _LISTS:
@@ -139,9 +139,9 @@ class _Reader:
         if self._values >= len(self._body):
             raise ValueError("Unpack failed: incomplete input")
         if self._containers > MAX_CONTAINERS:
-            raise json_scan.too_many_containers()
+            raise json_scan.too_large(f"more than {MAX_CONTAINERS} lists and objects")
         if self._values > MAX_VALUES:
-            raise json_scan.too_many_values(MAX_VALUES)
+            raise json_scan.too_large(f"more than {MAX_VALUES} values")
 
     def _read(self, read: Callable[[], Any]) -> Any:
         while True:
@@ -151,7 +151,7 @@ class _Reader:
                 if self._fed >= len(self._body):
                     raise ValueError("Unpack failed: incomplete input") from None
                 if self._fed - self._unpacker.tell() > MAX_TEXT_BYTES:
-                    raise json_scan.too_long_text() from None
+                    raise json_scan.too_large(json_scan.LONG_TEXT) from None
                 self._unpacker.feed(self._body[self._fed : self._fed + _PIECE_BYTES])
                 self._fed += _PIECE_BYTES
 

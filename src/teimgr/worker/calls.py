@@ -26,7 +26,7 @@ from teimgr.wire.frames import (
     pack_error,
     retry_after_ms,
 )
-from teimgr.wire.json_scan import MAX_TEXT_BYTES, too_long_text
+from teimgr.wire.json_scan import LONG_TEXT, MAX_TEXT_BYTES, too_large
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import MAX_FIELDS, UNCOUNTED_BYTES, Slice, scan, split_off
 from teimgr.wire.text_column import SharedTexts, TextColumn
@@ -240,7 +240,7 @@ def _check_sizes(kind: type[Message], payload: Slice, most_fields: int) -> None:
         if (size := end - start) <= least or (field := kind.DESCRIPTOR.fields_by_number.get(number)) is None:
             continue
         if field.type == field.TYPE_STRING and size > MAX_TEXT_BYTES:
-            raise too_long_text()
+            raise too_large(LONG_TEXT)
         if field.is_packed and size > most_fields:
             raise InvalidInput(f"`{field.name}` has {size} bytes of numbers, more than {most_fields}")
 

@@ -220,7 +220,7 @@ def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) 
 
 def decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
     """The body by orjson and pydantic alone; raises as `parse`, but for the sentences of the format's own parser."""
-    is_large = len(body) > _LARGE_BODY_BYTES
+    is_large = _is_large(body)
     try:
         value = (body_format.decode_large if is_large else body_format.decode)(body)
     except (ValueError, RecursionError) as error:
@@ -231,6 +231,12 @@ def decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
         return kind.model_validate(value)
     except ValidationError as error:
         raise _refusal(error) from error
+
+
+def _is_large(body: Buffer) -> bool:
+    if len(body) <= 4 * _FEW_CONTAINERS:
+        return False
+    return len(body) > _LARGE_BODY_BYTES or sum(map(bytes(body).count, (b"[", b"{"))) > _FEW_CONTAINERS
 
 
 def _validated_large(kind: type[BodyT], value: Any) -> BodyT:
@@ -252,8 +258,7 @@ def _parse_quickly(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> 
         found = decoded(kind, body, body_format)
     except BadRequest:
         return None, False
-    is_ambiguous = body_format.is_ambiguous
-    return found, is_ambiguous is None or not is_ambiguous(kind, body)
+    return found, body_format.is_ambiguous is None or not body_format.is_ambiguous(kind, body)
 
 
 def _reparse(kind: type[BodyT], body: Buffer, body_format: BodyFormat, quick: BodyT | None) -> BodyT:
@@ -366,7 +371,8 @@ def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[in
 
 # Calls.
 
-_LARGE_BODY_BYTES = 128 * 1024  # a larger body is parsed on a codec thread
+# Bodies of more bytes, or lists and objects, are read in pieces on a codec thread: 9,000 objects in 110 KB take 20 ms.
+_LARGE_BODY_BYTES, _FEW_CONTAINERS = 128 * 1024, 2048
 # A larger body that is parsed a second time, by the format's own parser, is so on a codec thread: a microsecond a byte.
 _REPARSED_BYTES = 4 * 1024
 
@@ -465,25 +471,23 @@ class HttpInference:
 
     async def _read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat) -> BodyT:
         check_content_type(request.headers.get("content-type", ""), body_format.accepts)
-        size, off_loop = len(request.body), self.dispatcher.off_loop
         found: BodyT
-        if size > _LARGE_BODY_BYTES:
-            found = await off_loop(parse, kind, request.body, body_format)
+        if _is_large(request.body):
+            found = await self.dispatcher.off_loop(parse, kind, request.body, body_format)
             self.dispatcher.free_off_loop(found)
             return found
-        if size <= _REPARSED_BYTES:
+        if len(request.body) <= _REPARSED_BYTES:
             return parse(kind, request.body, body_format)
         quick, is_sure = _parse_quickly(kind, request.body, body_format)
         if is_sure and quick is not None:
             return quick
-        found = await off_loop(_reparse, kind, request.body, body_format, quick)
+        found = await self.dispatcher.off_loop(_reparse, kind, request.body, body_format, quick)
         return found
 
     async def mentions(self, request: HttpRequest, word: bytes) -> bool:
         """Whether a word is in the request's body."""
-        if len(request.body) <= _LARGE_BODY_BYTES:
-            return json_scan.mentions(request.body, word)
-        return await self.dispatcher.off_loop(json_scan.mentions, request.body, word)
+        search = partial(json_scan.mentions, request.body, word)
+        return await self.dispatcher.off_loop(search) if len(request.body) > _LARGE_BODY_BYTES else search()
 
     def inputs(self, given: str | Sequence[Any], limit: int = MAX_INPUTS) -> list[EngineInput]:
         """Like `engine_inputs`, and counts what is refused."""

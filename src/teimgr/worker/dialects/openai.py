@@ -29,7 +29,6 @@ from teimgr.worker.dialects.truncation import Side, Tokens, fitted
 # What the official service takes in one request; its clients cut their batches accordingly.
 BATCH_LIMIT = 2048
 _SHOWN_NAME = 64
-_SEARCHED_AT_ONCE = 2**16
 _OBJECT_WEIGHT = 8  # of an embedding object beside its numbers, as `json_pieces` counts
 
 EncodingFormat = TypeAliasType("EncodingFormat", Literal["float", "base64"])
@@ -185,20 +184,11 @@ def texts_of_objects(value: Any) -> Any:
         if "image" in value:
             raise images.HasImages
         return text_of_object(value, "input")
-    if not isinstance(value, list) or not _has_objects(value):
+    if not isinstance(value, list) or not any(type(one) is dict for one in value):
         return value
     if any("image" in one for one in value if isinstance(one, dict)):
         raise images.HasImages
     return [text_of_object(one, f"input.{place}") if isinstance(one, dict) else one for place, one in enumerate(value)]
-
-
-def _has_objects(values: list[Any]) -> bool:
-    """Whether there is an object among the values; a search of a million in one call would hold the GIL."""
-    if len(values) <= _SEARCHED_AT_ONCE:
-        return dict in map(type, values)
-    return any(
-        dict in map(type, values[at : at + _SEARCHED_AT_ONCE]) for at in range(0, len(values), _SEARCHED_AT_ONCE)
-    )
 
 
 def text_of_object(given: dict[str, Any], place: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from teimgr.errors import InvalidInput
-from teimgr.wire.json_scan import MAX_TEXT_BYTES, WINDOW_BYTES, occurrences, too_long_text
+from teimgr.wire.json_scan import LONG_TEXT, MAX_TEXT_BYTES, WINDOW_BYTES, matched, occurrences, too_large
 from teimgr.worker.dialects import serde_runs
 from teimgr.worker.dialects.serde_text import shown
 
@@ -240,7 +240,7 @@ class Reader:
         pieces: list[str] = []
         while (end := self._end_of_right_part()) > self.at:
             if end - start > MAX_TEXT_BYTES:
-                raise too_long_text()
+                raise too_large(LONG_TEXT)
             try:
                 pieces.append(orjson.loads(b'"%b"' % self.body[self.at : end]))
             except orjson.JSONDecodeError:
@@ -261,9 +261,7 @@ class Reader:
     def _end_of_right_part(self) -> int:
         """Where a part of a string without faults ends, which a window holds: it cuts no escape and no character."""
         window = self.at + WINDOW_BYTES
-        match = _RIGHT.match(self.body, self.at, window)
-        assert match is not None
-        end = match.end()
+        end = matched(_RIGHT, self.body, self.at, window)
         if end < window or end >= len(self.body):
             return end
         whole = next((at for at in range(end, end - 4, -1) if not 0x80 <= self.body[at] < 0xC0), end)

@@ -10,7 +10,7 @@ import re
 
 import orjson
 
-from teimgr.wire.json_scan import WINDOW_BYTES
+from teimgr.wire.json_scan import WINDOW_BYTES, matched
 
 _S = rb"[ \n\t\r]*+"
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*+"'
@@ -50,17 +50,14 @@ def end_of_run(run: re.Pattern[bytes], body: bytes, at: int, limit: int | None =
     start = at
     while limit is None or at - start <= limit:
         window = at + WINDOW_BYTES
-        found = run.match(body, at, window)
-        assert found is not None
-        at = found.end()
+        at = matched(run, body, at, window)
         if at < window:
             break
     return at
 
 
 def _end(run: re.Pattern[bytes], body: bytes, at: int) -> int:
-    found = run.match(body, at, at + WINDOW_BYTES)
-    return at if found is None else found.end()
+    return matched(run, body, at, at + WINDOW_BYTES)
 
 
 def after_elements(body: bytes, at: int) -> int:

@@ -156,8 +156,9 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
         {"item_id": body.items[row].id or f"item-{row}", "score": float(found.scores[row]), "rank": rank}
         for rank, row in enumerate(http.best_first(found.scores))
     ]
-    answer = {"model": served.name, "query_id": body.query.id, "scores": scores}
-    return _reply(request, answer | {"usage": {"input_tokens": found.tokens, **_images(inputs)}})
+    usage = {"input_tokens": found.tokens, **_images(inputs)}
+    answer = {"model": served.name, "query_id": body.query.id, "scores": scores, "usage": usage}
+    return await inference.dispatcher.off_loop(_reply, request, answer)
 
 
 async def _extract(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
