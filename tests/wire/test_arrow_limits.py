@@ -102,6 +102,14 @@ def test_a_stream_without_a_string_column_is_refused_naming_what_it_has() -> Non
         read_texts(stream(batch), LIMIT)
 
 
+def test_a_column_text_that_has_no_strings_is_refused_and_no_other_is_taken() -> None:
+    for column, kind in ((pa.array([b"fog"]), "binary"), (pa.array([1]), "int64"), (pa.nulls(1), "null")):
+        batch = pa.record_batch([pa.array(["7"]), column], names=["id", "text"])
+        for read in (read_texts, read_inputs):
+            with pytest.raises(InvalidInput, match=f"Column `text` must be of strings, not {kind}"):
+                read(stream(batch), LIMIT)
+
+
 def test_broken_utf8_is_refused() -> None:
     column = pa.Array.from_buffers(
         pa.string(), 1, [None, pa.py_buffer(struct.pack("<ii", 0, 2)), pa.py_buffer(b"\xff\xfe")]

@@ -434,6 +434,8 @@ def read_texts(
 def _text_column(schema: pa.Schema) -> int:
     names = schema.names
     candidates = [position for position, field in enumerate(schema) if is_string(field.type)]
+    if "text" in names and all(names[position] != "text" for position in candidates):
+        return _source(schema, names, "text")  # which refuses it: the vectors would be another column's
     if not candidates:
         if any(is_images(field.type) for field in schema):
             raise InvalidInput(
