@@ -56,7 +56,7 @@ def document(rows: Sequence[Row], found: Mapping[str, Any]) -> str:
         "served alike. A model without a row may be served too: each is compared with its own float32 forward at load,",
         "and what cannot be honoured is refused by name ([troubleshooting](troubleshooting.md)).",
         "",
-        *_summary(rows, found["machine"], records),
+        *_summary(rows, found, records),
     ]
     for kind, title in _KINDS.items():
         chosen = [row for row in rows if row.kind is kind and records[row.key]["state"] == "exact"]
@@ -164,20 +164,25 @@ def _figure(record: Record) -> str:
     return f"{cosine:.7f}" if cosine is not None else f"scores ± {record['difference']:.0e}"
 
 
-def _summary(rows: Sequence[Row], machine: Record, records: Mapping[str, Record]) -> list[str]:
+def _summary(rows: Sequence[Row], found: Record, records: Mapping[str, Record]) -> list[str]:
     states = [records[row.key]["state"] for row in rows]
     counts = {state: states.count(state) for state in ("exact", "refused", "wrong", "failed", "not measured")}
     counted = ", ".join(f"{count} {state}" for state, count in counts.items() if count or state in ("refused", "wrong"))
     of_tei = [row for row in rows if row.is_in_tei_readme]
     exact = sum(records[row.key]["state"] == "exact" for row in of_tei)
     dates = sorted({records[row.key]["date"] for row in rows} - {""}) or ["never"]
-    sets = ", ".join(machine.get("instruction_sets") or ["no wide vectors"])
+    machine, later = found["machine"], found.get("later", {})
     versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return [
         f"**{len(rows)} rows: {counted}.** Of the {len(of_tei)} models in the README of TEI (marked †), {exact} are.",
-        f"Measured {when} on a CPU with {sets}: {versions}.",
+        f"Measured {when} on a CPU with {_sets(machine.get('instruction_sets'))}: {versions}.",
+        *(f"Of {date} are single rows, of a CPU with {_sets(later[date])}." for date in sorted(later)),
     ]
+
+
+def _sets(names: Sequence[str] | None) -> str:
+    return ", ".join(names or ["no wide vectors"])
 
 
 def _hub(row: Row) -> str:

@@ -43,7 +43,7 @@ async def test_a_load_that_waits_for_an_eviction_keeps_none_behind_it_waiting() 
     admission = Admission(Ledger(host_budget=100 * MIB), Known(), _refresh)
     asked, room = asyncio.Event(), asyncio.Event()
 
-    async def relief(instance: str, needed: int, free: int, held: Mapping[str, int]) -> bool:
+    async def relief(instance: str, needed: int, free: int, held: Mapping[str, int], device: str) -> bool:
         asked.set()
         await room.wait()
         return True
@@ -90,7 +90,7 @@ async def test_a_worker_is_expected_to_take_the_most_that_earlier_ones_took(tmp_
 
 async def test_workers_that_outgrow_the_budget_are_told_with_what_each_holds() -> None:
     admission = Admission(Ledger(host_budget=100 * MIB), Known(), _refresh)
-    told: list[tuple[str, int, Mapping[str, int]]] = []
+    told: list[tuple[str, int, Mapping[str, int], str]] = []
     admission.tell_outgrown(lambda *what: told.append(what))
     large, small = _spec("large"), _spec("loading")
     first = await admission.take(large, "cpu")
@@ -100,7 +100,7 @@ async def test_workers_that_outgrow_the_budget_are_told_with_what_each_holds() -
     assert not told
     admission.settle(first, large, "cpu", 57 * MIB, 0)
     held = {"large": 57 * MIB, "loading": 50 * MIB + FIRST_CALLS_BYTES}
-    assert told == [("large", sum(held.values()) - 100 * MIB, held)]
+    assert told == [("large", sum(held.values()) - 100 * MIB, held, "")]
 
 
 async def test_the_system_shows_of_a_loaded_worker_only_what_it_takes_now() -> None:

@@ -336,6 +336,30 @@ def test_a_slow_load_blocks_no_other() -> None:  # 6
     assert room.phase("a") is Phase.LOADING
 
 
+def test_an_eviction_holds_up_no_load_on_another_device() -> None:  # 6
+    room = Room(budget=0, sizes=())
+    for name in "auvwz":
+        room.declare(name)
+        room.tell(Unloaded(name))
+    for name in "uv":
+        room.tell(Loading(name), Loaded(name))
+    room.now += 100.0
+    fleet, held = room.fleet, {"v": 50 * MIB}
+
+    def made(*events: Event) -> list[str]:
+        found = [each for event in events for each in decide(fleet, event, room.now)]
+        return [f"{type(each).__name__} {each.model}" for each in found if isinstance(each, Load | Unload)]
+
+    assert made(CallAsked(1, "w")) == ["Load w"]
+    assert made(Loading("w"), NoRoom("w", 50 * MIB, 0, held, "A")) == ["Unload v"]
+    assert made(CallAsked(2, "a", None, ("A",))) == []
+    assert made(CallAsked(3, "z", None, ("GPU", "B"))) == ["Load z"]
+    held = {"u": 50 * MIB}
+    assert made(Loading("z"), NoRoom("z", 50 * MIB, 0, held, "B")) == ["Unload u"]
+    assert made(Unloading("u"), Unloaded("u")) == ["Load z"], "though v is ending on the other device"
+    assert made(Unloading("v"), Unloaded("v")) == ["Load w", "Load a"]
+
+
 def test_a_call_that_comes_while_the_model_is_unloaded_loads_it_again() -> None:  # 7
     room = Room()
     room.resident("a")

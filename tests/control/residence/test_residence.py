@@ -35,6 +35,8 @@ class ScriptedOwner:
         self.counts: dict[str, dict[str, tuple[int, int] | None]] = {}
         self.count_begun, self.may_count = asyncio.Event(), asyncio.Event()
         self.may_count.set()
+        self.may_unload = asyncio.Event()
+        self.may_unload.set()
         self.lost_places = 0  # how many instances go before the call that they are made for
 
     def declare_instance(self, name: str, **keys: object) -> None:
@@ -70,6 +72,9 @@ class ScriptedOwner:
     def failure(self, name: str) -> tuple[str, float | None]:
         return self.failed[name]
 
+    def devices(self, name: str) -> tuple[str, ...]:
+        return ("B",)
+
     async def load(self, name: str) -> None:
         self.loads.append(name)
         self.publish(name, State.STARTING)
@@ -80,7 +85,7 @@ class ScriptedOwner:
             return False
         self.unloads.append(name)
         self.publish(name, State.STOPPING)
-        await asyncio.sleep(0)
+        await self.may_unload.wait()
         self.publish(name, State.UNLOADED)
         return True
 
@@ -324,6 +329,25 @@ async def test_a_load_without_memory_has_an_idle_model_evicted_and_is_judged_aga
         assert owner.unloads == ["a"]
         owner.publish("b", State.RUNNING)
         assert await waiting == "b"
+
+
+async def test_a_load_on_another_device_does_not_wait_for_an_eviction() -> None:
+    async with running() as (owner, residence):
+        for name in ("a", "b", "c"):
+            owner.declare_instance(name)
+        owner.publish("a", State.RUNNING)
+        owner.may_unload.clear()
+        waiting = [asyncio.create_task(call(residence, "b"))]
+        await owner.loaded.wait()
+        relieving = asyncio.create_task(residence.relieve("b", 50, 10, {"a": 50}, "A"))
+        await eventually(lambda: residence.phases()["a"] == "unloading")
+        waiting += [asyncio.create_task(call(residence, "c"))]
+        await eventually(lambda: owner.loads == ["b", "c"])
+        owner.may_unload.set()
+        assert await asyncio.wait_for(relieving, 30)
+        for name in ("b", "c"):
+            owner.publish(name, State.RUNNING)
+        assert await asyncio.gather(*waiting) == ["b", "c"]
 
 
 async def test_the_load_time_of_an_earlier_daemon_counts_and_a_load_is_measured() -> None:

@@ -538,6 +538,17 @@ async def test_a_move_that_fails_leaves_the_worker_where_it_serves(folder: Path)
         await fleet.end()
 
 
+async def test_the_devices_of_an_instance_are_those_it_would_be_placed_on(folder: Path) -> None:
+    fleet = Fleet(folder, settings_for(folder), inventory=TwoHosts())
+    try:
+        await fleet.manager.boot()
+        await fleet.create(name="a", load="on_demand")
+        assert fleet.manager.devices("a") == ("one",)
+        assert fleet.manager.devices("unknown") == ()
+    finally:
+        await fleet.end()
+
+
 async def test_a_plan_under_way_whose_instance_is_deleted_names_it(
     fleets: Fleets, monkeypatch: pytest.MonkeyPatch
 ) -> None:

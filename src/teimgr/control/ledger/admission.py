@@ -23,13 +23,14 @@ log = logging.getLogger(__name__)
 _ADOPTED_READ_S = 2.0  # how long a load waits for the first readings of workers of an earlier daemon
 _UNREAD = Footprint(host_bytes=0, source="assumed")
 
-Relief = Callable[[str, int, int, Mapping[str, int]], Awaitable[bool]]
+Relief = Callable[[str, int, int, Mapping[str, int], str], Awaitable[bool]]
 """Makes room for a refused load, as by an eviction; True where it is to be judged again.
 
-Gets the instance, the bytes that it needs, those that are free, and what each instance holds of the device.
+Gets the instance, the bytes that it needs, those that are free, what each instance holds of the device, and the device.
 """
-Outgrown = Callable[[str, int, Mapping[str, int]], None]
-"""Hears that an instance has grown, what all take beyond the budget of a device, and what each instance holds of it."""
+Outgrown = Callable[[str, int, Mapping[str, int], str], None]
+"""Hears that an instance has grown, what all take beyond the budget of a device, what each holds of it, and the device.
+"""
 
 
 class Admission:
@@ -46,7 +47,7 @@ class Admission:
         self._all_read = asyncio.Event()
         self._all_read.set()
         self._relief: Relief | None = None
-        self._outgrown: Outgrown = lambda instance, excess_bytes, held: None
+        self._outgrown: Outgrown = lambda instance, excess_bytes, held, device: None
 
     def relieve_by(self, relief: Relief) -> None:
         """Ask `relief` to make room before a load is refused."""
@@ -118,7 +119,7 @@ class Admission:
                 self._wake_next(place.host)  # relief may take long, and what comes next may fit
                 held = self.ledger.held_on(found.device)
                 if self._relief is None or not await self._relief(
-                    spec.name, found.needed_bytes, found.free_bytes, held
+                    spec.name, found.needed_bytes, found.free_bytes, held, found.device
                 ):
                     raise OutOfDeviceMemory(found.reason)
             await self._refresh()
@@ -153,7 +154,7 @@ class Admission:
         self._has_read(reservation)
         for device in dict.fromkeys((reservation.place.device, reservation.place.host)):
             if excess_bytes := self.ledger.excess(device):
-                self._outgrown(spec.name, excess_bytes, self.ledger.held_on(device))
+                self._outgrown(spec.name, excess_bytes, self.ledger.held_on(device), device)
         self._wake()
         return overrun if was_known else None
 

@@ -52,11 +52,15 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class CallAsked:
-    """A call waits for the model, at most until `deadline`, on the policy's clock; None: as long as it takes."""
+    """A call waits for the model, at most until `deadline`, on the policy's clock; None: as long as it takes.
+
+    `devices` are the card and host that the model would be loaded on, none where that is not known.
+    """
 
     call: int
     model: str
     deadline: float | None = None
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,7 @@ class NoRoom:
     needed_bytes: int
     free_bytes: int
     held: Mapping[str, int]
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +161,7 @@ class Outgrown:
     model: str
     excess_bytes: int
     held: Mapping[str, int]
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

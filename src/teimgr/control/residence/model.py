@@ -61,6 +61,7 @@ class Model:
     needed_bytes: int = 0  # of one that waits for room
     free_bytes: int = 0
     held: Mapping[str, int] = field(default_factory=dict)  # by all models of that device
+    devices: tuple[str, ...] = ()  # that one, or those it would be loaded on; none: not known
     is_outdated: bool = False  # these figures: memory was released since
     evicted_for: str | None = None
     peace: tuple[str, float] | None = None  # the winner of a war, and until when this one does not evict it
@@ -163,6 +164,16 @@ class Model:
         """Its device has too little for it; 0 bytes: not asked yet."""
         self.needed_bytes, self.free_bytes, self.held = needed_bytes, free_bytes, held
         self.is_outdated = needed_bytes == 0
+
+    def go_to(self, *devices: str | None) -> None:
+        """It needs memory of these devices; without one it is as before."""
+        self.devices = tuple(each for each in devices if each is not None) or self.devices
+
+    def may_share(self, other: Model | None) -> bool:
+        """Whether both need memory of one device, for all that is known."""
+        if other is None or not self.devices or not other.devices:
+            return True
+        return not {*self.devices}.isdisjoint(other.devices)
 
     def doubt(self) -> None:
         """Memory was released: what its device had for it is outdated."""

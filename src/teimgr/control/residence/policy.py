@@ -121,6 +121,7 @@ def _asked(fleet: Fleet, event: CallAsked, now: float) -> Iterator[Decision]:
         model.waiting[event.call] = event.deadline
         fleet.calls[event.call] = model.name
     if model.phase is Phase.UNLOADED:
+        model.go_to(*event.devices)
         yield from load(fleet, model, "asked for by a call", now)
 
 

@@ -93,6 +93,9 @@ class Owner(Protocol):
     def failure(self, name: str) -> tuple[str, float | None]:
         """Why an instance failed, and in how many seconds it is retried; None: no automatic retry."""
 
+    def devices(self, name: str) -> tuple[str, ...]:
+        """The card and the host that its next worker would be placed on; none where that is not known."""
+
     async def load(self, name: str) -> None:
         """Begin to start an unloaded instance."""
 
@@ -172,7 +175,7 @@ class Residence:
             key = self._tenants.badge(current_tenant())
             instance = await self._owner.declare(instance, key, self._value) or instance
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
-        self._mailbox.put_nowait(CallAsked(call, instance, until))
+        self._mailbox.put_nowait(CallAsked(call, instance, until, self._devices(instance)))
         try:
             await answer
         except BaseException:
@@ -195,22 +198,24 @@ class Residence:
         due = None if model is None else idle_until(model)
         return None if due is None else max(0.0, due - self._now())
 
-    async def relieve(self, instance: str, needed_bytes: int, free_bytes: int, held: Mapping[str, int]) -> bool:
+    async def relieve(
+        self, instance: str, needed_bytes: int, free_bytes: int, held: Mapping[str, int], device: str | None = None
+    ) -> bool:
         """Make room for a load that the ledger has refused; True when it is to be judged again, False for never.
 
-        `held` is what each instance holds of the device that has too little.
+        `held` is what each instance holds of the `device`, which has too little.
         """
         await self._count()  # victims are chosen by what their workers do now
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._mailbox.put_nowait(_RefusedLoad(NoRoom(instance, needed_bytes, free_bytes, held), answer))
+        self._mailbox.put_nowait(_RefusedLoad(NoRoom(instance, needed_bytes, free_bytes, held, device), answer))
         return await answer
 
-    def outgrown(self, instance: str, excess_bytes: int, held: Mapping[str, int]) -> None:
+    def outgrown(self, instance: str, excess_bytes: int, held: Mapping[str, int], device: str | None = None) -> None:
         """Have idle models evicted at once, as all together take more than the budget of a device since one has grown.
 
         `held` is what each instance holds of it.
         """
-        self._mailbox.put_nowait(Outgrown(instance, excess_bytes, held))
+        self._mailbox.put_nowait(Outgrown(instance, excess_bytes, held, device))
 
     async def rehearsal(self) -> Rehearsal:
         """The fleet as it is now, to try loads in for a plan."""
@@ -256,6 +261,12 @@ class Residence:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+    def _devices(self, name: str) -> tuple[str, ...]:
+        """Where a model would be loaded, which matters while others end for a model that waits for room."""
+        model = self._fleet.models.get(name)
+        is_ending = any(each.phase is Phase.UNLOADING for each in self._fleet.active.values())
+        return self._owner.devices(name) if is_ending and model and model.phase is Phase.UNLOADED else ()
 
     def _leave(self, call: int) -> None:
         if self._answers.pop(call, None) is not None:

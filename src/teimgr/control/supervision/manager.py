@@ -591,6 +591,14 @@ class Manager:
         instance = self._instances.get(name)
         return instance.spec if instance is not None and not instance.is_deleted else None
 
+    def devices(self, name: str) -> tuple[str, ...]:
+        """The card and the host that a worker of an instance would be placed on now; none where it finds no place."""
+        with suppress(TeimgrError):
+            spec = self._find(name).spec
+            planned = self._planner.plan(spec, 0, self._planner.others(spec, ()))
+            return tuple(dict.fromkeys((planned.gpu or planned.host, planned.host)))
+        return ()
+
     def load_seconds(self, name: str) -> float | None:
         """How long an instance's model takes to load, by earlier loads; None without one."""
         spec = self.spec(name)
