@@ -29,7 +29,7 @@ class DaemonMetrics:
 
     `sources` are asked for what they add to each page: metrics of other processes, and gauges that are read when the
     page is made, such as those of the batches.
-    The counters of a deleted instance stay, as Prometheus expects of counters.
+    The counters of a deleted instance stay, as Prometheus expects of counters, unless they are dropped.
     """
 
     def __init__(self) -> None:
@@ -79,6 +79,13 @@ class DaemonMetrics:
 
     def observe(self, family: Family, value: float, *labels: str) -> None:
         self._series(Histogram, family, labels).observe(value)
+
+    def drop(self, instance: str) -> None:
+        """Remove the series of an instance."""
+        for family, labels in [key for key in self._labelled if key[0].labels[:1] == ("instance",)]:
+            if labels[0] == instance:
+                del self._labelled[family, labels]
+                self._collectors[family].remove(*labels)
 
     def _series(self, kind: type[CollectorT], family: Family, labels: tuple[str, ...]) -> CollectorT:
         """The collector of `family` for these labels; families are registered on first use."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.models import build
 
+from teimgr.control.ledger import footprints as footprints_module
 from teimgr.control.ledger.footprints import Footprints
 from teimgr.control.ledger.ledger import Footprint
 from teimgr.control.ledger.prediction import predicted
@@ -76,6 +77,14 @@ async def test_a_model_that_is_not_here_is_assumed_and_not_learned() -> None:
     assert (await found.of(spec)).source == "assumed"
     found.learn(spec, "cpu", Footprint(host_bytes=MIB))
     assert (await found.of(spec)).source == "assumed"
+
+
+async def test_the_models_whose_files_were_looked_at_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprints_module, "_MAX_FIGURES", 2)
+    footprints = Footprints()
+    for name in "abac":
+        await footprints.look(InstanceSpec(name=name, model_id=f"org/{name}"))
+    assert [str(model) for model, *_ in footprints._sizes] == ["org/a", "org/c"]
 
 
 def test_a_broken_file_of_figures_is_left_out(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from teimgr.errors import (
     UpdateFailed,
     ValidationError,
 )
+from teimgr.observability import catalogue
 from teimgr.spec import InstanceSpec, InstanceView, State, UpdateView
 from teimgr.wire.routing.router import Router
 
@@ -591,6 +592,20 @@ async def test_a_model_that_calls_had_made_and_that_fails_gives_its_place_to_ano
     assert [view.spec.name for view in fleet.manager.list()] == [second]
     with pytest.raises(MaxInstancesReached):
         await fleet.manager.declare("org/third")
+
+
+async def test_instances_that_calls_have_made_leave_no_series_in_the_metrics(fleets: Fleets) -> None:
+    fleet = fleets(on_demand=OnDemandSettings(models=("org/*",)))
+    await fleet.manager.boot()
+    pages = []
+    for number in range(3):
+        name = str(await fleet.manager.declare(f"org/{number}"))
+        fleet.metrics.count(catalogue.RESTARTS, name)
+        await fleet.manager.delete(name)
+        page = await fleet.metrics.page()
+        pages.append([(family.name, each.labels) for family in page for each in page[family] if each.labels])
+    assert pages[0] == pages[2]
+    assert (catalogue.DELETED.name, {"instance": "(by calls)"}) in pages[0]
 
 
 async def test_calls_at_the_same_time_have_no_more_instances_made_and_none_of_another_model(fleets: Fleets) -> None:

@@ -93,7 +93,11 @@ class Footprints:
 
     async def look(self, spec: ModelOptions, roots: Sequence[str] | None = None) -> None:
         """Look at the files of a model."""
-        self._sizes[_options(spec)] = await asyncio.to_thread(_look, spec, roots)
+        found = await asyncio.to_thread(_look, spec, roots)
+        self._sizes.pop(_options(spec), None)
+        self._sizes[_options(spec)] = found
+        while len(self._sizes) > _MAX_FIGURES:
+            del self._sizes[next(iter(self._sizes))]
 
     def known(self, spec: ModelOptions, device_kind: str = "cpu") -> Footprint:
         """Like `of`, from the last look at the files; an assumption if there was none."""

@@ -666,7 +666,9 @@ class Manager:
                 view = await instance.settle()
                 await instance.ended()
                 self._forget(name, instance)
-        self._records.metrics.count(catalogue.DELETED, name)
+        if is_by_call := instance.spec.tags.get(_MADE_BY) == _A_CALL:  # callers choose the names
+            self._records.metrics.drop(name)
+        self._records.metrics.count(catalogue.DELETED, "(by calls)" if is_by_call else name)
         return view
 
     def _forget(self, name: str, instance: ManagedInstance) -> None:
