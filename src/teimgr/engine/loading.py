@@ -127,7 +127,9 @@ def _load(options: EngineOptions) -> EngineParts:
         gpu.raise_if_the_devices(error, device)
         raise
     if layout.reads_files:
-        _begin_pictures(model, tokenizer, choice.dtype, is_requested=options.dtype != "auto")
+        is_native = _begin_pictures(model, tokenizer, choice.dtype, is_requested=options.dtype != "auto")
+        if is_native and not layout.reads_texts:
+            choice = replace(choice, batching=Batching.NATIVE)
     return_freed_memory()
     info = replace(
         _info(options, layout, model, choice, tokenizer.max_length, tokens),
@@ -249,7 +251,8 @@ def _tokenizer(layout: Layout, most: int) -> TextTokenizer:
     return DualTokenizer(layout, max_length)
 
 
-def _begin_pictures(model: Model, tokenizer: TextTokenizer, dtype: torch.dtype, *, is_requested: bool) -> None:
+def _begin_pictures(model: Model, tokenizer: TextTokenizer, dtype: torch.dtype, *, is_requested: bool) -> bool:
+    """Whether the layers of its image half are native."""
     from teimgr.engine.images.inputs import FileTokenizer
     from teimgr.engine.images.model import PicturedModel
 
@@ -258,6 +261,7 @@ def _begin_pictures(model: Model, tokenizer: TextTokenizer, dtype: torch.dtype, 
     model.check_pictures(model.use_native_layers(dtype, is_requested=is_requested))
     tokenizer.use(model.decoder)
     model.decoder.start()
+    return bool(model.native_layers)
 
 
 def _reason(choice: Choice, options: EngineOptions) -> str:

@@ -86,24 +86,20 @@ class NativeLibrary:
         self.byte_sum_bits = library.byte_sum_bits
         self.parallel = _openmp_parallel()
         self._set_background = getattr(library, "set_background", None)  # on Linux alone, as the following two
-        self._wait_for_foreground = getattr(library, "wait_for_foreground", None)
+        self.set_patience: Any = getattr(library, "set_patience", None)
+        self.wait_for_foreground: Any = getattr(library, "wait_for_foreground", None)
         own = getattr(library, "run_threads", None)
         self.run_threads = self.parallel if own is None else ctypes.cast(own, ctypes.c_void_p).value
 
     @property
     def gives_way(self) -> bool:
-        """Whether forwards of threads in the background pause for those of others."""
-        return self._set_background is not None
+        """Whether threads in the background pause for those of others."""
+        return self.set_patience is not None
 
     def to_background(self) -> None:
         """Forwards of the calling thread give way to those of others from now on, but for a fifth of the time."""
         if self._set_background is not None:
             self._set_background(ctypes.c_int32(1))
-
-    def wait_for_foreground(self, most_s: float) -> None:
-        """Wait until no forward is under way but in the background; at most so long."""
-        if self._wait_for_foreground is not None:
-            self._wait_for_foreground(ctypes.c_int64(int(most_s * 1e9)))
 
     def knows(self, **structures: type[ctypes.Structure]) -> bool:
         """Whether each structure has the size that the library, which may be of another version, gives that name."""
@@ -123,6 +119,18 @@ def _refused(status: int, *_: Any) -> None:
     """Raise ValueError where a function of vectors.c has refused its sizes."""
     if status:
         raise ValueError("native library: rows outside of the array they are of")
+
+
+def be_patient(most_s: float) -> None:
+    """Let the calling thread wait in its next calls of `give_way`, at most this long together."""
+    if (library := native_library()) is not None and library.gives_way:
+        library.set_patience(ctypes.c_int64(int(most_s * 1e9)))
+
+
+def give_way() -> None:
+    """Between two steps of work: wait until no forward of the foreground is under way, if the thread has patience."""
+    if (library := native_library()) is not None and library.gives_way:
+        library.wait_for_foreground()
 
 
 @functools.cache

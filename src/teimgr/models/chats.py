@@ -58,11 +58,7 @@ def _text_of(file: Any) -> str:
 
 
 def rendered(metadata: ModelMetadata, template: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    """The text of messages.
-
-    Raises:
-        ModelLoadFailed: the template fails.
-    """
+    """The text of messages; raises ModelLoadFailed: the template fails."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

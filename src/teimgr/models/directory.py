@@ -210,11 +210,7 @@ def _routed(root: Path, path: Path) -> list[ModulePlace]:
 
 
 def configuration_folder(root: Path) -> Path:
-    """The directory with the transformer's config.json.
-
-    Raises:
-        ModelLoadFailed: as `module_places`.
-    """
+    """The directory with the transformer's config.json; raises ModelLoadFailed: as `module_places`."""
     places = module_places(root)
     return next((place.path for place in places if place.name in _READERS), places[0].path if places else root)
 

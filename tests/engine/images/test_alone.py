@@ -73,6 +73,7 @@ def test_vectors_are_the_librarys(served: Served) -> None:
 @needs_native_forward
 def test_its_layers_are_computed_by_the_native_forward(served: Served) -> None:
     assert isinstance(served.engine._runners[0]._model._tower.vision.encoder, NativeLayers)
+    assert (served.engine.info.forward, served.engine.info.attention) == ("native", "varlen")
 
 
 def test_a_picture_alone_has_the_vector_that_it_has_among_others(served: Served) -> None:

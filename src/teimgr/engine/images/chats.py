@@ -257,20 +257,12 @@ class ChatModel(PicturedModel):
         return hidden[to_device(batch.ends - 1, hidden.device)].float()
 
     def check_pictures(self, together: Tensor) -> None:
-        """As of texts and images; and that they are those of float32.
-
-        Raises:
-            ModelLoadFailed: they are not.
-        """
+        """As of texts and images; and that they are those of float32; raises ModelLoadFailed: they are not."""
         super().check_pictures(together)
         self._check_closeness(self._picture_dtype)
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
-        """Move to `device`.
-
-        Raises:
-            DeviatesError: known images deviate too much from those in float32.
-        """
+        """Move to `device`; raises DeviatesError: known images deviate too much from those in float32."""
         super().place(weights, dtype, device)
         self._check_closeness(dtype)
 

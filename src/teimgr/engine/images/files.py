@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import PIL
-from PIL import Image
+from PIL import Image, ImageFile
 
 from teimgr.engine.images import memory, parts
+from teimgr.engine.native_library import give_way
 from teimgr.errors import InvalidInput
 
 MAX_PIXELS = 50_000_000
@@ -25,6 +26,7 @@ MAX_PIXELS = 50_000_000
 MAX_FILE_BYTES = 20 * 2**20
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 _IN_STEPS = ("JPEG", "PNG")  # decoded into memory of ours; the others' own is that of Pillow's module for them
+_STEP_BYTES = 2**14  # of a file, decoded in about a millisecond
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -54,6 +56,14 @@ _WAY_OUT = "send JPEG, PNG, WebP or GIF"
 # As long as an image is larger, it is refused by its header (`read_size`), never by Pillow, whose warning would be for
 # the whole process.
 Image.MAX_IMAGE_PIXELS = None
+
+
+class _Steps(io.BytesIO):
+    """A file whose readers give way to queries before each step."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        give_way()
+        return super().read(size)
 
 
 class Size(NamedTuple):
@@ -107,6 +117,7 @@ def decode(data: bytes) -> Image.Image:
         try:
             if form in _IN_STEPS:
                 memory.give(image)
+                image.decodermaxblock = _STEP_BYTES
             elif form == "WEBP" and memory.is_large(image.size):
                 loaded = webp_pixels(data, image.mode, image.size)
             if loaded is None:
@@ -187,9 +198,9 @@ def _parts(data: bytes, form: str) -> parts.Parts:
         raise _broken(form) from error
 
 
-def _opened(data: bytes, form: str) -> Image.Image:
+def _opened(data: bytes, form: str) -> ImageFile.ImageFile:
     try:
-        return Image.open(io.BytesIO(data), formats=(form,))
+        return Image.open(_Steps(data), formats=(form,))
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError) as error:  # its text has an address
         raise _broken(form) from error
 

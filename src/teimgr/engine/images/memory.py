@@ -29,11 +29,7 @@ if IS_MAPPED:
 
 
 def blank(mode: str, size: tuple[int, int]) -> Image.Image:
-    """An image of zeros.
-
-    Raises:
-        MemoryError: it cannot be allocated.
-    """
+    """An image of zeros; raises MemoryError: it cannot be allocated."""
     return Image.Image()._new(core(mode, size))
 
 
@@ -76,9 +72,9 @@ def _mapping(size: int) -> Any:
     return found
 
 
-def strips(image: Image.Image) -> list[tuple[int, int]]:
+def strips(image: Image.Image, pixels: int = _STRIP_PIXELS) -> list[tuple[int, int]]:
     """The rows of an image, in parts of some milliseconds: first and behind the last."""
-    rows = max(1, _STRIP_PIXELS // image.width)
+    rows = max(1, pixels // image.width)
     return [(top, min(image.height, top + rows)) for top in range(0, image.height, rows)]
 
 

@@ -25,12 +25,14 @@ from teimgr.engine.library_model import load_module
 from teimgr.engine.model import DeviatesError, Heads, Model
 from teimgr.engine.native_forward.image_layers import native_layers, put_native_patches
 from teimgr.engine.native_forward.program import CannotLowerError
+from teimgr.engine.native_library import give_way
 from teimgr.engine.weights.host import HostWeights
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import DualEncoder, FlexibleSteps, Layout
 
 log = logging.getLogger(__name__)
 
+_AT_A_TIME = 4  # pictures of each thread
 EXACT_COSINE = 0.99999  # of a known picture in a batch to itself alone, in float32
 
 
@@ -59,11 +61,16 @@ class PictureTower(nn.Module):
         self._table = table
 
     def forward(self, pictures: Sequence[Pixels]) -> Tensor:
-        """The vectors, not normalised."""
+        """The vectors, not normalised; on a CPU in steps, as the embedding of pictures does not give way to queries."""
         parameter = next(self.vision.parameters())
-        numbers = self._table.numbers(pictures).to(parameter.device, parameter.dtype)
-        pooled: Tensor = self.vision(pixel_values=numbers).pooler_output
-        return (pooled if self.projection is None else self.projection(pooled)).float()
+        step = len(pictures) if gpu.is_gpu(parameter.device) else _AT_A_TIME * torch.get_num_threads()
+        found = []
+        for at in range(0, len(pictures), step):
+            give_way()
+            numbers = self._table.numbers(pictures[at : at + step]).to(parameter.device, parameter.dtype)
+            pooled: Tensor = self.vision(pixel_values=numbers).pooler_output
+            found.append((pooled if self.projection is None else self.projection(pooled)).float())
+        return torch.cat(found)
 
 
 class FlexibleTower(nn.Module):
@@ -111,7 +118,7 @@ class PicturedModel(Model):
         self.decoder = decoder
         self.known = known
         self._reference: Tensor | None = None
-        self._layers: list[nn.Module] = []  # kept here too, where its memory is counted
+        self.native_layers: list[nn.Module] = []  # kept here too, where its memory is counted
 
     def pack(self, inputs: Sequence[Encoded]) -> PackedBatch:
         """A batch of inputs, whose pictures are decoded."""
@@ -144,7 +151,7 @@ class PicturedModel(Model):
             found = self.vectors(self.known)
             limit = EXACT_COSINE if each is torch.float32 else least
             if (cosine := least_cosine(found, reference)) >= limit:
-                self._layers = [vision.encoder]
+                self.native_layers = [vision.encoder]
                 self._compute_first_rows_alone(vision.encoder, found)
                 patched = self._use_native_patches(vision, each, reference, limit)
                 return found if patched is None else patched
@@ -165,7 +172,7 @@ class PicturedModel(Model):
         own = put_native_patches(vision, dtype)
         found = self.vectors(self.known)
         if least_cosine(found, reference) >= limit:
-            self._layers += [getattr(parent, name) for parent, name, _ in own]
+            self.native_layers += [getattr(parent, name) for parent, name, _ in own]
             return found
         for parent, name, patches in own:
             setattr(parent, name, patches)

@@ -278,11 +278,7 @@ class PageModel(PicturedModel):
         return found.float()
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
-        """Move to `device`.
-
-        Raises:
-            DeviatesError: known pages deviate too much from those in float32.
-        """
+        """Move to `device`; raises DeviatesError: known pages deviate too much from those in float32."""
         if self._reference is None:
             self._reference = self.vectors(self.known)
         super().place(weights, dtype, device)

@@ -35,11 +35,7 @@ class Parts(NamedTuple):
 
 
 def read(data: bytes, form: str) -> Parts:
-    """The parts of a JPEG, PNG, GIF or WEBP file.
-
-    Raises:
-        BrokenFileError
-    """
+    """The parts of a JPEG, PNG, GIF or WEBP file; raises BrokenFileError."""
     kept, exif = _READERS[form](data)
     return Parts(data if kept is None else b"".join(kept), _orientation(exif))
 

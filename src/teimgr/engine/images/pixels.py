@@ -14,13 +14,16 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from teimgr.engine.images import memory
 from teimgr.engine.images.files import MAX_PIXELS
+from teimgr.engine.native_library import give_way
 from teimgr.errors import InvalidInput
 from teimgr.models.layout import DualEncoder, FlexibleSteps, PatchSteps, PixelSteps, SoftSteps, TileSteps
 
 Pixels = NDArray[np.uint8]
 """Of one picture: [3, height, width]. With `TileSteps` the whole image in one square is below its several squares."""
 _SCALE_STEP, _MAX_SCALE = 1e-5, 100.0  # of SigLIP2's image processor
+_STRIP_PIXELS = 2**17  # of an image, resized in about a millisecond
 _MAX_RATIO = 200  # of the sides, in Qwen2-VL's image processor
 
 
@@ -142,11 +145,7 @@ def grid_of(steps: TileSteps, across: int, down: int) -> tuple[int, int]:
 
 
 def tokens_of(dual: DualEncoder, width: int, height: int) -> int:
-    """The tokens that an image of this size takes.
-
-    Raises:
-        InvalidInput: as `resized_shape`.
-    """
+    """The tokens that an image of this size takes; raises InvalidInput: as `resized_shape`."""
     return tokens_in(dual, *resized_shape(dual.steps, width, height))
 
 
@@ -162,32 +161,46 @@ def tokens_in(dual: DualEncoder, across: int, down: int) -> int:
 
 
 def prepare(image: Image.Image, steps: PixelSteps) -> Pixels:
-    """The pixels of an RGB image, resized and cropped.
-
-    Raises:
-        InvalidInput: as `resized_shape`.
-    """
+    """The pixels of an RGB image, resized and cropped; raises InvalidInput: as `resized_shape`."""
     if isinstance(steps, TileSteps):
         return _squares(image, steps)
     shape = resized_shape(steps, *image.size)
     if isinstance(steps, PatchSteps) and steps.first is not None:
-        image = image.resize(_first_shape(steps, *image.size), Image.Resampling.BICUBIC)
+        image = _resized(image, _first_shape(steps, *image.size), Image.Resampling.BICUBIC)
     resizes = steps.size is not None or steps.shortest is not None or isinstance(steps, (PatchSteps, FlexibleSteps))
-    found = np.asarray(image.resize(shape, Image.Resampling(steps.resample)) if resizes else image)
+    found = np.asarray(_resized(image, shape, Image.Resampling(steps.resample)) if resizes else image)
     if steps.crop is not None:
         found = _cropped(found, *steps.crop)
     return np.ascontiguousarray(found.transpose(2, 0, 1))
 
 
+def _resized(image: Image.Image, size: tuple[int, int], resample: Image.Resampling) -> Image.Image:
+    """Like `image.resize`, bit for bit; a large image in steps, between which queries have the core.
+
+    Pillow computes columns before rows where that is less work, as of tall images that lose much of their height.
+    """
+    (width, height), (across, down) = image.size, size
+    is_tall = 2 * height > 3 * width or height * across > width * (down + 1)
+    if width * height > _STRIP_PIXELS and across != width and not is_tall:
+        narrow = memory.blank("RGB", (across, height))
+        for top, bottom in memory.strips(image, _STRIP_PIXELS):
+            give_way()
+            strip = image.crop((0, top, width, bottom))
+            narrow.paste(strip.resize((across, bottom - top), resample), (0, top))
+        image = narrow
+    give_way()
+    return image.resize(size, resample)
+
+
 def _squares(image: Image.Image, steps: TileSteps) -> Pixels:
     first, shape = _shapes_of_tiles(steps, *image.size)
     filter_, tile = Image.Resampling(steps.resample), steps.tile
-    image = image.resize(first, filter_).resize(shape, filter_)
+    image = _resized(_resized(image, first, filter_), shape, filter_)
     if shape == (tile, tile):
         return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
     found = np.zeros((3, shape[1] + tile, shape[0]), np.uint8)
     found[:, : shape[1]] = np.asarray(image).transpose(2, 0, 1)
-    found[:, shape[1] :, :tile] = np.asarray(image.resize((tile, tile), filter_)).transpose(2, 0, 1)
+    found[:, shape[1] :, :tile] = np.asarray(_resized(image, (tile, tile), filter_)).transpose(2, 0, 1)
     return found
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from teimgr.engine.images.files import MAX_PIXELS, decode
 from teimgr.engine.images.pixels import Pixels, prepare
 from teimgr.engine.job import MediaFile, Picture
-from teimgr.engine.native_library import native_library
+from teimgr.engine.native_library import be_patient
 from teimgr.errors import InferenceFailed, TeimgrError
 from teimgr.models.layout import DualEncoder
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_THREADS = 4
 AHEAD_BYTES = 64 * 2**20
-_WAIT_S = 0.03  # at most, before a picture: queries that are computed at the moment have the cores
+_WAIT_S = 0.03  # at most, for each picture: queries that are computed at the moment have the cores
 _NICENESS = 6  # behind the forward: what queries and batches leave is for pictures to come
 
 
@@ -141,8 +141,7 @@ class FileDecoder:
                 os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS)
         while (found := self._next()) is not None:
             waiting, size = found
-            if (library := native_library()) is not None:
-                library.wait_for_foreground(_WAIT_S)
+            be_patient(_WAIT_S)
             self._decode(waiting, size, is_ahead=True)
             del waiting, found
 

@@ -135,9 +135,17 @@ void pause_background(int cores) {
     resumed = nanoseconds();
 }
 
-// Waits until no forward of the foreground is under way, at most `most_ns` nanoseconds: for work that is neither.
-void wait_for_foreground(int64_t most_ns) {
-    if (atomic_load(&urgent) != 0) pause_until(0, 0, nanoseconds() + most_ns);
+// How long this thread may still wait for the foreground, with work that is not a forward.
+static _Thread_local int64_t patience;
+
+void set_patience(int64_t most_ns) { patience = most_ns; }
+
+// Waits until no forward of the foreground is under way, for as long as this thread has patience.
+void wait_for_foreground(void) {
+    if (patience <= 0 || atomic_load(&urgent) == 0) return;
+    const int64_t began = nanoseconds();
+    pause_until(0, 0, began + patience);
+    patience -= nanoseconds() - began;
 }
 
 // The bits of the first `helpers` of a team: one for each of them.
