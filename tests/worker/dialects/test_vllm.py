@@ -337,6 +337,28 @@ async def test_vectors_in_bytes(ask: Asking, path: str) -> None:
     assert np.allclose(np.frombuffer(only.body, np.float32).reshape(unit.shape), unit, atol=1e-6)
 
 
+@pytest.mark.parametrize(("path", "key"), [("/v1/embeddings", "embedding"), ("/vllm/pooling", "data")])
+@pytest.mark.parametrize(("endianness", "order"), [("big", ">"), ("little", "<")])
+@pytest.mark.parametrize(("embed_dtype", "code"), [("float16", "f2"), ("float32", "f4")])
+async def test_base64_has_the_element_type_and_the_byte_order_asked_for(
+    ask: Asking, path: str, key: str, endianness: str, order: str, embed_dtype: str, code: str
+) -> None:
+    how = {"encoding_format": "base64", "embed_dtype": embed_dtype, "endianness": endianness}
+    data = (await ask.post(path, {"model": "dense", "input": TEXTS} | how)).ok["data"]
+    found = [np.frombuffer(base64.b64decode(one[key]), order + code) for one in data]
+    assert np.allclose(np.array(found, np.float32), await ask.vectors("dense", TEXTS), atol=1e-3)
+    assert np.shape(found) == (3, 32)
+
+
+async def test_vectors_per_token_in_base64_have_the_type_asked_for(ask: Asking) -> None:
+    body = {"model": "colbert", "input": TEXTS}
+    plain = (await ask.post("/pooling", body)).ok["data"]
+    how = {"encoding_format": "base64", "embed_dtype": "float16", "endianness": "big"}
+    for one, other in zip(plain, (await ask.post("/pooling", body | how)).ok["data"], strict=True):
+        found = np.frombuffer(base64.b64decode(other["data"]), ">f2").astype(np.float32)
+        assert np.allclose(found, np.ravel(one["data"]), atol=1e-3)
+
+
 async def test_bytes_describe_a_bounded_number_of_inputs(ask: Asking) -> None:
     body = {"model": "dense", "input": ["fog"] * 65, "encoding_format": "bytes"}
     refused = await ask.post("/v1/embeddings", body)

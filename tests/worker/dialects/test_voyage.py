@@ -80,6 +80,10 @@ async def test_jinas_encoding_is_honoured(ask: Asking) -> None:
         ),
         ({"dimensions": 8, "output_dimension": 9}, "output_dimension: contradicts dimensions"),
         ({"embedding_type": "binary", "output_dtype": "int8"}, "embedding_type: contradicts output_dtype"),
+        ({"encoding_format": "bytes_only", "output_dtype": "int8"}, "output_dtype: is not for encoding_format bytes"),
+        ({"encoding_format": "bytes", "embedding_type": "binary"}, "embedding_type: is not for encoding_format bytes"),
+        ({"encoding_format": "bytes", "embedding_type": "base64"}, "embedding_type: is not for encoding_format bytes"),
+        ({"embed_dtype": "float16", "output_dtype": "int8"}, "embed_dtype: contradicts output_dtype"),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(ask: Asking, fields: dict[str, Any], says: str) -> None:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from teimgr.wire.frames import HttpReply
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 
-EmbedDtype = Literal["float32", "float16"]
-Endianness = Literal["native", "little", "big"]
+EmbedDtype = Annotated[
+    Literal["float32", "float16"], Field(description="element type of encoding_format bytes and base64")
+]
+Endianness = Annotated[Literal["native", "little", "big"], Field(description="of encoding_format bytes and base64")]
 BINARY_FORMATS = ("bytes", "bytes_only")
 
 # Clients bound a header at some kilobytes.

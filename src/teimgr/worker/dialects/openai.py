@@ -75,8 +75,8 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     # vLLM
     truncate_prompt_tokens: Tokens = None
     truncation_side: Side = None
-    embed_dtype: Annotated[EmbedDtype, Field(description="element type of encoding_format bytes")] = "float32"
-    endianness: Annotated[Endianness, Field(description="of encoding_format bytes")] = "native"
+    embed_dtype: EmbedDtype = "float32"
+    endianness: Endianness = "native"
     messages: Annotated[
         Any,
         Field(description="in place of `input`: a message, or a list of conversations of one, with texts or images"),
@@ -101,11 +101,23 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
             raise http.BadRequest(400, "output_dimension: contradicts dimensions", "output_dimension")
         if self.embedding_type not in (None, "base64") and self.output_dtype not in (None, self.embedding_type):
             raise http.BadRequest(400, "embedding_type: contradicts output_dtype", "embedding_type")
+        element = "embedding_type" if self.output_dtype in (None, "float") else "output_dtype"
+        in_bytes, named = self.encoding_format in BINARY_FORMATS, self._element
+        if in_bytes and (named or self.embedding_type == "base64"):
+            message = f"{element}: is not for encoding_format {self.encoding_format}; use `embed_dtype`"
+            raise http.BadRequest(400, message, element)
+        if named and self.embed_dtype != "float32":
+            raise http.BadRequest(400, f"embed_dtype: contradicts {element}", "embed_dtype")
+
+    @property
+    def _element(self) -> str | None:
+        """Voyage's or Jina's element type; None for floats."""
+        named = self.output_dtype or self.embedding_type
+        return None if named in ("float", "base64") else named
 
     @property
     def precision(self) -> Precision:
-        named = self.output_dtype or (self.embedding_type if self.embedding_type != "base64" else None) or "float"
-        return Precision.FLOAT32 if named == "float" else Precision(named)
+        return Precision(self._element or (self.embed_dtype if self.in_base64 else "float32"))
 
     @property
     def in_base64(self) -> bool:
@@ -134,7 +146,8 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     def job(self, inputs: list[EngineInput], dialect: str, served: http.ServedModel) -> http.JobSpec:
         if type(self) is not OpenAIItemsRequest:  # whose images have no characters
             input_checks.need_inputs(inputs, "`input` cannot be an empty string or an empty array")
-        encode = partial(embedding_list, self.model or served.name, self.in_base64, self.precision)
+        how = self.in_base64, self.precision
+        encode = partial(embedding_list, self.model or served.name, *how, big=self.endianness == "big")
         truncates = dialect != VLLM and served.spec.auto_truncate
         return http.JobSpec(inputs, self.options(served, truncates), encode, BATCH_LIMIT)
 
@@ -234,10 +247,16 @@ def _task(name: str | None, model: LoadedModel) -> str | None:
 
 
 def embedding_list(
-    model: str, in_base64: bool, precision: Precision, job: Job, usage: Mapping[str, int] | None = None
+    model: str,
+    in_base64: bool,
+    precision: Precision,
+    job: Job,
+    usage: Mapping[str, int] | None = None,
+    *,
+    big: bool = False,
 ) -> bytes:
-    rows = job.vectors if precision is Precision.FLOAT32 else converted(job.vectors, precision)
-    data = embedding_objects(rows, in_base64)
+    rows = converted(job.vectors, precision)
+    data = embedding_objects(rows.byteswap() if big and in_base64 else rows, in_base64)
     weight = rows.size + len(data) * _OBJECT_WEIGHT  # in base64 less
     return http.to_json(
         {"object": "list", "data": data, "model": model, "usage": usage or http.usage(job.tokens)}, weight

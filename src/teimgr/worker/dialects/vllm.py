@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from teimgr.engine.job import InferOptions, Job, Output
@@ -16,6 +18,7 @@ from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput
 from teimgr.spec import Kind
 from teimgr.wire.frames import HttpReply, HttpRequest
+from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, input_checks
 from teimgr.worker.dialects import infinity, openai, rerank, tokens
@@ -144,8 +147,8 @@ class VllmPoolingRequest(VllmRequest):
     input: http.Input
     task: Task | None = None
     encoding_format: AnyEncoding = "float"
-    embed_dtype: Annotated[EmbedDtype, Field(description="element type of encoding_format bytes")] = "float32"
-    endianness: Annotated[Endianness, Field(description="of encoding_format bytes")] = "native"
+    embed_dtype: EmbedDtype = "float32"
+    endianness: Endianness = "native"
     normalize: bool | None = None
     use_activation: bool | None = None
     pool_factor: http.PoolFactor = 1.0
@@ -231,9 +234,16 @@ def _pooling_job(body: VllmPoolingRequest, inputs: list[EngineInput], served: ht
     options = body.options(output, normalize=normalize, raw_scores=logits, pool_factor=pool_factor)
 
     def encode(job: Job) -> bytes:
-        in_base64 = body.encoding_format == "base64"
+        in_base64, big = body.encoding_format == "base64", body.endianness == "big"
+
+        def encoded(values: NDArray[np.float32]) -> Any:
+            if not in_base64:
+                return http.encoded_vector(values, False)
+            typed = converted(values, Precision(body.embed_dtype))
+            return http.encoded_vector(typed.byteswap() if big else typed, True)
+
         data = [
-            {"index": row, "object": "pooling", "data": http.encoded_vector(values, in_base64)}
+            {"index": row, "object": "pooling", "data": encoded(values)}
             for row, values in enumerate(_rows(job, options, served))
         ]
         return _list("pool", body.model or served.name, data, job.tokens)
