@@ -151,8 +151,9 @@ class Model:
             KeyError: the model has no such output.
         """
         heads = {output: self._heads[output] for output in outputs}
-        if len(heads) == 1 and self.is_native and isinstance(head := next(iter(heads.values())), DenseHead):
-            batch = replace(batch, kept=head.token_of(batch))
+        alone = next(iter(heads.values())) if len(heads) == 1 and self.is_native else None
+        if isinstance(alone, DenseHead) and (kept := alone.token_of(batch)) is not None:
+            batch = replace(batch, kept=kept)
         needs_hidden = any(_reads_hidden(head, batch) for head in heads.values())
         hidden = self.backbone.hidden(batch) if needs_hidden else _nothing(self.backbone.device)
         return {output: head(hidden, batch) for output, head in heads.items()}

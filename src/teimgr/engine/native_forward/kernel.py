@@ -51,6 +51,7 @@ _SMALL_TOKENS = 512  # batches up to this size are computed by one thread while 
 _NO_TABLE = (1 << 63) - 1
 _FIRST_POSITIONS = 512
 _ROW_SCALE_BYTES = 8  # struct row_scale
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)  # a comparison with a class takes 1 µs
 
 
 class _Slot(ctypes.Structure):
@@ -238,10 +239,11 @@ class ForwardKernel:
             IndexError: the model has no such token id, position or type.
             ValueError: the arrays of the batch do not belong together.
         """
-        texts, read = batch.texts, list[tuple[NDArray[Any] | None, int, type[np.integer]]]()
-        read += [(each, batch.tokens, np.int64) for each in (batch.ids, positions, batch.type_ids)]
-        read += [(batch.cu_seqlens, texts + 1, np.int32), (batch.keys, texts, np.int32), (batch.kept, texts, np.int64)]
-        if not all(_is_read(*each) for each in read):
+        tokens, texts = batch.tokens, batch.texts
+        of_tokens = _is_read(batch.ids, tokens, _INT64) and _is_read(positions, tokens, _INT64)
+        of_tokens = of_tokens and _is_read(batch.type_ids, tokens, _INT64) and _is_read(batch.kept, texts, _INT64)
+        borders = _is_read(batch.cu_seqlens, texts + 1, _INT32) and _is_read(batch.keys, texts, _INT32)
+        if not of_tokens or not borders:
             raise ValueError("native forward: ids, positions, types, borders, keys or kept tokens are not the batch's")
         return self._computed(self._sized_for(positions), batch, positions, threads)
 
@@ -447,7 +449,7 @@ class ForwardKernel:
         return layout.slots, values
 
 
-def _is_read(array: NDArray[Any] | None, length: int, dtype: type[np.integer]) -> bool:
+def _is_read(array: NDArray[Any] | None, length: int, dtype: np.dtype[Any]) -> bool:
     """Whether the library may read this many numbers from where `array` begins; None is nothing to read."""
     return array is None or (len(array) == length and array.dtype == dtype and array.flags.c_contiguous)
 
