@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import overload
@@ -9,7 +10,10 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from teimgr.wire.gil_interval import Rests
+
 _COUNTED_BYTES = 2**20  # at a time: counting makes temporaries of this size
+_DECODED_BYTES = 2**17  # at a time: a millisecond at most
 
 
 class TextColumn(Sequence[str | None]):
@@ -87,7 +91,7 @@ class TextColumn(Sequence[str | None]):
     def __iter__(self) -> Iterator[str | None]:
         nulls = None if self.nulls is None else self.nulls.tolist()
         for row, (begin, stop) in enumerate(pairwise(self.offsets.tolist())):
-            yield None if nulls is not None and nulls[row] else self.data[begin:stop].tobytes().decode()
+            yield None if nulls is not None and nulls[row] else _decoded(self.data[begin:stop])
 
     @overload
     def __getitem__(self, at: int) -> str | None: ...
@@ -107,7 +111,7 @@ class TextColumn(Sequence[str | None]):
         row = range(len(self))[at]
         if self.nulls is not None and self.nulls[row]:
             return None
-        return self.data[self.offsets[row] : self.offsets[row + 1]].tobytes().decode()
+        return _decoded(self.data[self.offsets[row] : self.offsets[row + 1]])
 
 
 class SharedTexts(Sequence[str | None]):
@@ -164,8 +168,19 @@ class SharedTexts(Sequence[str | None]):
             return None
         place = int(self.begins[row]), int(self.ends[row])
         if (text := made.get(place)) is None:
-            text = made[place] = self.data[place[0] : place[1]].tobytes().decode()
+            text = made[place] = _decoded(self.data[place[0] : place[1]])
         return text
+
+
+def _decoded(data: NDArray[np.uint8]) -> str:
+    """The text of some bytes; of megabytes in parts, with rests: one call holds the GIL for 30 ms."""
+    if len(data) <= _DECODED_BYTES:
+        return data.tobytes().decode()
+    decoder, rest, parts = getincrementaldecoder("utf-8")(), Rests(), []
+    for at in range(0, len(data), _DECODED_BYTES):
+        parts.append(decoder.decode(data[at : at + _DECODED_BYTES].tobytes()))
+        rest()
+    return "".join(parts)
 
 
 def _count_characters(data: NDArray[np.uint8]) -> int:
