@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.models.json_files import max_length, position_offset
+from teimgr.models.json_files import TokenFiles, max_length, position_offset
 from teimgr.models.reading import read_layout
 from tests.support.models import build, edit, read, write
 
@@ -70,3 +70,20 @@ def test_token_types_that_the_library_takes_for_words_refuse_the_model(tmp_path:
     edit(path / "tokenizer_config.json", model_input_names=None, tokenizer_class="BertTokenizer")
     with pytest.raises(ModelLoadFailed, match=f"gives token types, and a {family} model of the library adds"):
         read_layout(path)
+
+
+@pytest.mark.parametrize("model_type", ["squeezebert", "ernie", "megatron-bert", "layoutlm", "bert"])
+def test_a_pairs_second_text_has_its_type_where_the_librarys_class_gives_one(bert: Path, model_type: str) -> None:
+    """BertTokenizer is the class of more models than BERT, and type_vocab_size has a default."""
+    config, given = read(bert / "config.json"), read(bert / "tokenizer_config.json")
+    del config["type_vocab_size"]
+    given.pop("model_input_names", None)
+    given.pop("tokenizer_class", None)
+    write(bert / "config.json", config | {"model_type": model_type})
+    write(bert / "tokenizer_config.json", given)
+    assert TokenFiles(bert).has_types(read(bert / "config.json"))
+
+    write(bert / "tokenizer_config.json", given | {"tokenizer_class": "SqueezeBertTokenizer"})
+    assert TokenFiles(bert).has_types(read(bert / "config.json"))
+    edit(bert / "config.json", type_vocab_size=1)
+    assert not TokenFiles(bert).has_types(read(bert / "config.json"))

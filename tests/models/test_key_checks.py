@@ -124,6 +124,7 @@ def test_an_unknown_key_that_is_switched_off_is_none(bert: Path, value: object) 
         (SETTINGS, {"processor_kwargs": {"extra_special_tokens": ["[Q]"]}}, "changes extra_special_tokens of token"),
         (SETTINGS, {"processing_kwargs": {"text": {"add_special_tokens": False}}}, "add_special_tokens = False"),
         (SETTINGS, {"processing_kwargs": {"text": {"truncation": "only_first"}}}, "truncation = 'only_first'"),
+        (SETTINGS, {"processing_kwargs": {"text": {"truncation": None}}}, "truncation = None"),
         (
             SETTINGS,
             {"processing_kwargs": {"text": {"max_length": 8}, "common": {"max_length": 9}}},

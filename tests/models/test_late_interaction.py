@@ -15,6 +15,8 @@ from tests.support.models import (
     TOKEN_WIDTH,
     build_multi_vector,
     edit,
+    read,
+    write,
 )
 
 Layouts = Literal["saved", "pylate", "stanford"]
@@ -134,3 +136,45 @@ def test_late_interaction_of_another_way_is_refused(
 
     with pytest.raises(ModelLoadFailed, match=reason):
         read_layout(path)
+
+
+@pytest.mark.parametrize(
+    ("most", "query", "document", "limits"),
+    [
+        (7, 12, 40, (40, 12, 40)),  # PyLate leaves in max_seq_length what it was set to last: for queries here
+        (39, 12, 40, (40, 12, 40)),
+        (96, 12, 40, (96, 12, 40)),
+        (7, 12, 4000, (128, 12, 4000)),  # the positions that there are
+        (20, 12, None, (20, 12, None)),
+        (8, 12, None, (12, 12, 8)),
+    ],
+)
+def test_the_length_of_a_role_counts_in_place_of_that_of_all_texts(
+    tmp_path: Path, most: int, query: int, document: int | None, limits: tuple[int, int | None, int | None]
+) -> None:
+    path = build_multi_vector("bert", tmp_path, layout="pylate", query_length=query)
+    edit(path / "sentence_bert_config.json", max_seq_length=most)
+    edit(path / "config_sentence_transformers.json", document_length=document)
+    layout = read_layout(path)
+
+    assert layout.late is not None
+    assert (layout.max_length, layout.late.query_length, layout.late.document_length) == limits
+
+
+def test_settings_of_the_transformer_win_over_pylates_keys(tmp_path: Path) -> None:
+    path = build_multi_vector("bert", tmp_path, layout="pylate", query_length=8, document_length=16)
+    edit(path / "sentence_bert_config.json", query_length=12, document_length=20)
+    write(path / "sentence_bert_config.json", read(path / "sentence_bert_config.json") | {"query_expansion": None})
+    late = late_of(path)
+
+    assert (late.query_length, late.document_length, late.expand_queries) == (12, 20, False)
+
+
+def test_a_mask_for_no_task_skips_nothing_and_one_for_unknown_words_skips_these(tmp_path: Path) -> None:
+    path = build_multi_vector("bert", tmp_path)
+    unknown = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id("[UNK]")
+    edit(path / "2_MultiVectorMask" / "config.json", skiplist_words=[".", "[UNK]"])
+    assert unknown in late_of(path).skip_ids
+
+    edit(path / "2_MultiVectorMask" / "config.json", skiplist_tasks=[])
+    assert late_of(path).skip_ids == ()

@@ -14,7 +14,7 @@ from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models.layout import Backbone, Dense, LayerNorm, Normalize
 from teimgr.models.reading import read_layout
 from teimgr.spec import Kind
-from tests.support.models import build, build_m3, build_static, edit, write, write_modules
+from tests.support.models import build, build_m3, build_splade, build_static, edit, read, write, write_modules
 from tests.support.models.encoders import IDENTITY, TANH
 
 
@@ -56,6 +56,7 @@ def test_a_bare_transformer_of_the_bert_kind_pools_its_first_token(bert: Path) -
         ("1_Pooling/config.json", {"pooling_mode": "sum"}, "the pooling 'sum'.* is not served"),
         ("sentence_bert_config.json", {"config_kwargs": {"is_causal": False}}, "changes is_causal of config.json"),
         ("sentence_bert_config.json", {"transformer_task": "retrieval"}, "task is retrieval"),
+        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "are served for feature-extraction"),
         ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "every text into a chat template"),
         ("sentence_bert_config.json", {"max_seq_length": "long"}, "length limit 'long'"),
     ],
@@ -95,6 +96,28 @@ def test_chains_of_modules_that_are_not_served_are_refused_by_name(bert: Path, t
 
     with pytest.raises(ModelLoadFailed, match=reason):
         read_layout(bert)
+
+
+def test_modules_that_read_another_output_of_the_transformer_are_refused(tmp_path: Path) -> None:
+    """sentence-transformers gives them that of the task, or of none hidden states."""
+    bert, splade = build("bert", tmp_path / "bert"), build_splade("bert", tmp_path / "splade")
+    pooled = "sentence_transformers.models.Pooling"
+    write_modules(bert, "sentence_transformers.sparse_encoder.models.MLMTransformer", pooled)
+    write_modules(splade, "sentence_transformers.models.Transformer", read(splade / "modules.json")[1]["type"])
+
+    with pytest.raises(ModelLoadFailed, match="task is fill-mask, and the modules behind it are served for feature"):
+        read_layout(bert)
+    with pytest.raises(ModelLoadFailed, match=r"task is feature-extraction, .* for fill-mask"):
+        read_layout(splade)
+    edit(splade / "sentence_bert_config.json", transformer_task="fill-mask")
+    assert read_layout(splade).splade is not None
+
+
+@pytest.mark.parametrize(("given", "pooled"), [(None, False), (0, False), (True, True), (1, True)])
+def test_include_prompt_is_read_as_a_truth_value(bert: Path, given: object, pooled: bool) -> None:
+    write(bert / "1_Pooling" / "config.json", read(bert / "1_Pooling" / "config.json") | {"include_prompt": given})
+
+    assert read_layout(bert).include_prompt is pooled
 
 
 def test_modules_of_the_models_own_code_are_refused(bert: Path) -> None:

@@ -11,9 +11,17 @@ from teimgr.errors import ModelLoadFailed
 from teimgr.models.bounded_json import read_object
 from teimgr.models.library_code import declared_keys, setting
 
-# Tokenizer classes and model types with token types, where tokenizer_config.json has no model_input_names.
-_TYPED_CLASSES = {"Bert", "Electra", "MobileBert", "ConvBert", "Deberta", "DebertaV2", "Canine", "FNet", "Funnel"}
-_TYPED_MODELS = {"bert", "electra", "mobilebert", "convbert", "nomic_bert", "jina_bert", "deberta", "deberta-v2"}
+# Tokenizer classes and model types with token types, where tokenizer_config.json has no model_input_names: those of
+# transformers whose class has token_type_ids, BertTokenizer for one, which stands for several.
+_TYPED_CLASSES = {
+    *("Bert", "Canine", "ConvBert", "DPRQuestionEncoder", "Deberta", "DebertaV2", "Electra", "FNet", "Funnel"),
+    *("LayoutLM", "LayoutLMv2", "Lxmert", "MarkupLM", "MobileBert", "RetriBert", "SqueezeBert", "Tapas"),
+}
+_TYPED_MODELS = {
+    *("bert", "bros", "canine", "convbert", "deberta", "deberta-v2", "electra", "ernie", "fnet", "jina_bert"),
+    *("layoutlm", "layoutlmv2", "lxmert", "markuplm", "megatron-bert", "mobilebert", "nezha", "nomic_bert"),
+    *("qdqbert", "squeezebert", "tapas", "visual_bert"),
+}
 
 
 # Of tokenizer.json, how it cuts texts.
@@ -55,14 +63,14 @@ class TokenFiles:
         return "".join(tokens[:at]), "".join(tokens[at:])
 
     def words(self, words: list[str]) -> tuple[int, ...]:
-        """The ids of those words that are a single known token."""
-        unknown = self.special("unk_token")
-        found = (self.id(word) for word in words)
-        return tuple(sorted({id for id in found if id is not None and id != unknown}))
+        """The ids of those words that are a single token; that of unknown words if they have its name alone."""
+        unknown, name = self.special("unk_token"), self.text("unk_token")
+        found = (self.id(word) for word in words if word == name or self.id(word) != unknown)
+        return tuple(sorted({id for id in found if id is not None}))
 
     def has_types(self, model: dict[str, Any]) -> bool:
         """Whether a pair's second text has token type 1, by the tokenizer and by config.json (`model`)."""
-        return int(model.get("type_vocab_size") or 0) >= 2 and self._gives_types(model)
+        return int(setting(model, "type_vocab_size") or 0) >= 2 and self._gives_types(model)
 
     def check_types(self, model: dict[str, Any]) -> None:
         """Raise ModelLoadFailed where the library takes the tokenizer's token types for words.
@@ -195,13 +203,20 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
     own = [given for given in limits if given is not None]
     if own:
         limit = checked_length(own[0], "sentence_bert_config.json")
-        limit = min(limit, room) if _has_position_table(config) else limit
+        limit = min(limit, position_rows(config))
     else:
         given = tokenizer.get("model_max_length", tokenizer.get("max_len"))  # its name before 2020
         limit = min(room, ENDLESS if given is None else checked_length(given, "tokenizer_config.json"))
     if limit >= ENDLESS:
         raise ModelLoadFailed("neither sentence_bert_config.json nor config.json nor the tokenizer has a length limit")
     return limit
+
+
+def position_rows(config: dict[str, Any]) -> int:
+    """The tokens for which there are positions in a table; `ENDLESS` where positions are computed."""
+    positions = setting(config, "max_position_embeddings")
+    has_rows = bool(positions and positions > 0) and _has_position_table(config)
+    return int(positions) - position_offset(config) if has_rows else ENDLESS
 
 
 def _length_of_calls(settings: dict[str, Any]) -> Any:

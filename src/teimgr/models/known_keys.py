@@ -188,7 +188,7 @@ PROCESSING_TEXT = KnownKeys(
         "padding pad_to_multiple_of return_tensors return_attention_mask return_token_type_ids logits_to_keep"
     ),
     only={
-        "truncation": (True, "longest_first", None),
+        "truncation": (True, "longest_first"),
         "add_special_tokens": (True, None),
         "padding_side": ("left", "right", None),
     },

@@ -8,7 +8,8 @@ from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.bounded_json import read_object
-from teimgr.models.layout import Dense, LateInteraction
+from teimgr.models.json_files import position_rows
+from teimgr.models.layout import Dense, LateInteraction, Layout
 from teimgr.models.metadata import ModelMetadata
 from teimgr.models.modules import TOKENS, Module, read_projections
 
@@ -38,7 +39,25 @@ def read_late(metadata: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]
         query_prefix_ids=prefix_ids["query"],
         document_prefix_ids=prefix_ids["document"],
     )
-    return _with_lengths(metadata, late, {**metadata.settings, **_pylate_lengths(metadata.saved)}), prompts
+    return _with_lengths(metadata, late, {**_pylate_lengths(metadata.saved), **metadata.settings}), prompts
+
+
+def with_role_lengths(layout: Layout, late: LateInteraction, texts: dict[str, Any]) -> Layout:
+    """`layout` with `late` and the longest input of both roles; `texts` is the configuration of the text model.
+
+    A role's own length counts in place of `max_seq_length`, in which PyLate leaves whatever it was set to last, but for
+    the positions that there are.
+    """
+    own = [given for given in (late.query_length, late.document_length) if given is not None]
+    longest = min(max(own, default=0), position_rows(texts))
+    if longest <= layout.max_length:
+        return replace(layout, late=late)
+    late = replace(
+        late,
+        query_length=late.query_length or layout.max_length,
+        document_length=late.document_length or layout.max_length,
+    )
+    return replace(layout, late=late, max_length=longest)
 
 
 def is_pylate(metadata: ModelMetadata) -> bool:
@@ -51,10 +70,10 @@ def _with_mask(metadata: ModelMetadata) -> LateInteraction:
     """sentence-transformers: projections and a mask in any order, optionally a Normalize at the end."""
     before, mask, behind = metadata.chain.split_at("MultiVectorMask")
     config = mask.config()
-    tasks = config.get("skiplist_tasks") or ["document"]
-    if config.get("keep_only_token_ids") or "document" not in tasks:
+    tasks = ["document"] if (given := config.get("skiplist_tasks")) is None else given
+    if config.get("keep_only_token_ids") or (tasks and "document" not in tasks):
         raise ModelLoadFailed("a MultiVectorMask that keeps documents whole, or keeps chosen tokens, is not served")
-    skip_ids = metadata.tokens.words(config.get("skiplist_words") or [])
+    skip_ids = metadata.tokens.words(config.get("skiplist_words") or []) if tasks else ()
     return replace(_projected((*before[1:], *behind)), skip_ids=skip_ids, skip_in_queries="query" in tasks)
 
 

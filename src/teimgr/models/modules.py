@@ -254,7 +254,7 @@ def read_poolings(
         ModelLoadFailed: the files name an unknown pooling, or the module's file is missing.
     """
     saved = read_object(folder / "config.json") if module is None else module.config()
-    include_prompt = (saved or {}).get("include_prompt", True) is not False
+    include_prompt = bool((saved or {}).get("include_prompt", True))
     if chosen is not None:
         return (_BY_FLAG[chosen],), include_prompt, ()
     if saved is not None:

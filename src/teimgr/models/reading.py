@@ -19,7 +19,7 @@ from teimgr.models.dual_encoders import (
 from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_length, position_offset
 from teimgr.models.key_checks import check_files
 from teimgr.models.kinds import choose_kind, is_causal
-from teimgr.models.late_interaction import read_late
+from teimgr.models.late_interaction import read_late, with_role_lengths
 from teimgr.models.layout import M3, Backbone, Dense, Layout, QueryRoute, QueryTable, ScoringConfig, Splade
 from teimgr.models.library_code import setting
 from teimgr.models.listwise import TEMPLATE_TOKENS, is_listwise, read_listwise
@@ -139,6 +139,8 @@ def _longest_of_table(metadata: ModelMetadata) -> int:
 
 def _truncates_left(metadata: ModelMetadata) -> bool:
     """Whether too long texts lose their beginning where a request does not say."""
+    if metadata.static:  # which the library has tokenizer.json alone cut
+        return metadata.tokens.cuts_left
     kwargs = metadata.settings.get("processor_kwargs") or metadata.settings.get("tokenizer_args") or {}
     side = kwargs.get("truncation_side") or metadata.tokens.config.get("truncation_side")
     side = side or ("left" if metadata.tokens.cuts_left else "right")
@@ -152,6 +154,7 @@ _FETCHED_IN_PART = (
     "a model of sentence-transformers, its prompts and further modules are missing; then delete the copy and fetch it "
     "again"
 )
+_DEFAULT_TASK = "feature-extraction"
 _TASKS = ("feature-extraction", "fill-mask", "sequence-classification", "text-generation")
 
 
@@ -216,7 +219,9 @@ def _read(
         case Kind.MULTI_VECTOR:
             late, prompts = read_late(metadata)
             named = layout.default_prompt_name if layout.default_prompt_name in prompts else "document"
-            layout = replace(layout, late=late, prompts=prompts, default_prompt_name=named)
+            layout = replace(layout, prompts=prompts, default_prompt_name=named)
+            layout = with_role_lengths(layout, late, text_config(metadata.config))
+            _check_attention(metadata.config, layout.max_length)
         case Kind.TOKEN_CLASSIFIER:
             scoring = ScoringConfig(read_labels(metadata), "softmax")
             layout = replace(layout, backbone=Backbone.TOKEN_CLASSIFICATION, scoring=scoring)
@@ -469,6 +474,11 @@ def _check_task(metadata: ModelMetadata, layout: Layout) -> None:
     named = metadata.settings.get("transformer_task")
     if named not in (None, *_TASKS):
         raise ModelLoadFailed(f"the transformer's task is {named}, which is not served")
+    if metadata.chain.has("SpladePooling") or layout.kind in (Kind.EMBEDDING, Kind.MULTI_VECTOR):
+        reads = "fill-mask" if metadata.chain.has("SpladePooling") else _DEFAULT_TASK
+        task = named or ("fill-mask" if metadata.chain.first == "MLMTransformer" else _DEFAULT_TASK)
+        if task != reads:
+            raise ModelLoadFailed(f"the transformer's task is {task}, and the modules behind it are served for {reads}")
     in_template = layout.scoring is not None and layout.scoring.template is not None
     if not in_template and "message" in (metadata.settings.get("modality_config") or {}):
         raise ModelLoadFailed("the model puts every text into a chat template, which is served for rerankers alone")
