@@ -89,33 +89,47 @@ def embed(
     command is given again. Row i of the output is row i of the file; rows that fail have no vector there, and their
     reason in OUTPUT.failed.jsonl, and the exit status is 8.
     """
+    options = {"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name}
     if out is not None:
-        from teimgr.cli.corpus_command import embed_corpus
-
-        if len(texts) != 1 or texts[0] == "-":
-            raise UsageError("with -o, name one file of texts, images or pages, or a folder of images")
-        name = chosen(server.rest, instance, _EMBEDDING_FILES)
-        choices = {
-            **{"text_column": column, "keep": keep.split(",") if keep is not None else None, "float16": float16},
-            **{"batch_rows": batch_rows, "retry_s": retry, "overwrite": overwrite, "restart": restart},
-            "pool_factor": pool_factor,
-            **{"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name},
-        }
-        try:
-            return embed_corpus(server, output, Path(texts[0]), out, name, choices, expect_fingerprint)
-        except WrongModelKind as error:
-            raise wrong_command(server.rest, name, "embed", error) from error
+        columns = {"text_column": column, "keep": keep.split(",") if keep is not None else None}
+        form = {"float16": float16, "pool_factor": pool_factor}
+        run = {"batch_rows": batch_rows, "retry_s": retry, "overwrite": overwrite, "restart": restart}
+        choices = {**options, **columns, **form, **run}
+        return _embed_file(server, output, texts, out, instance, choices, expect_fingerprint)
     rest = server.connection.rest_client(server.timeout_s, expect_fingerprint)
     name = chosen(rest, instance, _EMBEDDING)
-    options = {"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name}
     for piece in _pieces(_lines_or(texts)):
         for vector in _asked(rest, name, "embed", {"inputs": piece, **_given(options)}):
-            if output.is_terminal and not output.as_json:
-                values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
-                say(f"[{values}, …]  {len(vector)} values; --json prints all")
-            else:
-                say(json.dumps(vector), flush=True)
+            _show_vector(output, vector)
     return ExitStatus.OK
+
+
+def _embed_file(
+    server: DaemonOptions,
+    output: CommandOutput,
+    sources: list[str],
+    out: Path,
+    instance: str | None,
+    choices: dict[str, Any],
+    fingerprint: str | None,
+) -> int:
+    from teimgr.cli.corpus_command import embed_corpus
+
+    if len(sources) != 1 or sources[0] == "-":
+        raise UsageError("with -o, name one file of texts, images or pages, or a folder of images")
+    name = chosen(server.rest, instance, _EMBEDDING_FILES)
+    try:
+        return embed_corpus(server, output, Path(sources[0]), out, name, choices, fingerprint)
+    except WrongModelKind as error:
+        raise wrong_command(server.rest, name, "embed", error) from error
+
+
+def _show_vector(output: CommandOutput, vector: list[float]) -> None:
+    if output.is_terminal and not output.as_json:
+        values = ", ".join(f"{value:.6f}" for value in vector[:_SHOWN_VALUES])
+        say(f"[{values}, …]  {len(vector)} values; --json prints all")
+    else:
+        say(json.dumps(vector), flush=True)
 
 
 def rerank(

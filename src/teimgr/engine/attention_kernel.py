@@ -57,6 +57,22 @@ class _Call(ctypes.Structure):
     )
 
 
+def _check(query: Tensor, key: Tensor, value: Tensor, keys: int | None, texts: int, slopes: Tensor | None) -> None:
+    """Raise a ValueError if the shapes do not belong together, or the library has no code for them."""
+    tokens, heads, size = query.shape
+    key_heads = key.shape[1]
+    fit = key.shape == value.shape == (tokens, key_heads, size) and query.dtype in DTYPES
+    if not fit or {key.dtype, value.dtype} != {query.dtype} or not key_heads or heads % key_heads:
+        shapes = ", ".join(f"{tuple(rows.shape)} in {rows.dtype}" for rows in (query, key, value))
+        raise ValueError(f"attention kernel: queries, keys and values of {shapes} do not belong together")
+    if not 0 < size <= MAX_HEAD_SIZE:
+        raise ValueError(f"attention kernel: heads of {size} columns, and at most {MAX_HEAD_SIZE} are computed")
+    if keys is not None and keys != texts:
+        raise ValueError(f"attention kernel: numbers of keys for {keys} of {texts} texts")
+    if slopes is not None and (slopes.shape != (heads,) or slopes.dtype is not torch.float32):
+        raise ValueError(f"attention kernel: slopes {tuple(slopes.shape)} in {slopes.dtype} for {heads} heads")
+
+
 class AttentionKernel:
     """The loaded library; `level` names the instructions that it uses."""
 
@@ -96,18 +112,8 @@ class AttentionKernel:
             RuntimeError: the library cannot allocate its buffers.
             ValueError: the shapes do not belong together, or the library has no code for heads of such a shape.
         """
+        _check(query, key, value, None if keys is None else len(keys), len(begins) - 1, slopes)
         tokens, heads, size = query.shape
-        key_heads = key.shape[1]
-        fit = key.shape == value.shape == (tokens, key_heads, size) and query.dtype in DTYPES
-        if not fit or {key.dtype, value.dtype} != {query.dtype} or not key_heads or heads % key_heads:
-            shapes = ", ".join(f"{tuple(rows.shape)} in {rows.dtype}" for rows in (query, key, value))
-            raise ValueError(f"attention kernel: queries, keys and values of {shapes} do not belong together")
-        if not 0 < size <= MAX_HEAD_SIZE:
-            raise ValueError(f"attention kernel: heads of {size} columns, and at most {MAX_HEAD_SIZE} are computed")
-        if keys is not None and len(keys) != len(begins) - 1:
-            raise ValueError(f"attention kernel: numbers of keys for {len(keys)} of {len(begins) - 1} texts")
-        if slopes is not None and (slopes.shape != (heads,) or slopes.dtype is not torch.float32):
-            raise ValueError(f"attention kernel: slopes {tuple(slopes.shape)} in {slopes.dtype} for {heads} heads")
         slopes = None if slopes is None else slopes.contiguous()
         query, key, value = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, key, value))
         out = torch.empty(tokens, heads, size, dtype=query.dtype)
@@ -136,7 +142,7 @@ class AttentionKernel:
             value_size=_numbers_from(value),
             out_size=out.numel(),
             heads=heads,
-            key_heads=key_heads,
+            key_heads=key.shape[1],
             head_size=size,
             reach=-1 if reach is None else reach,
             causal=causal,

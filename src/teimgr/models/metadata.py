@@ -119,14 +119,7 @@ def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = Non
         ModelNotFound: there is no such directory, or no config.json in it.
         ModelLoadFailed: a file is broken, or the model needs code that the instance does not trust.
     """
-    if not root.is_dir():
-        raise ModelNotFound(f"No model directory at {root}")
-    check_fetched(root)
-    if (root / "gliner_config.json").is_file():
-        raise ModelLoadFailed(
-            "the model is a GLiNER (gliner_config.json), which finds entities of kinds that a request names; "
-            "it is not served. Token classifiers with their own labels are"
-        )
+    _check_folder(root)
     chain = chain or read_chain(root, trust_remote_code)
     transformer = chain.modules[0].path if chain.modules else root
     config = read_object(transformer / "config.json")
@@ -138,9 +131,7 @@ def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = Non
     gguf = None if alone is None else read_gguf(alone)
     config = gguf.config.config if gguf else config
     if config is None and not static:
-        if (form := other_format(path.name for path in files_below(root, depth=1))) is not None:
-            raise ModelLoadFailed(f"the weights are {only_in(form, base_model_of(root))}")
-        raise ModelNotFound(f"{transformer} has no config.json")
+        raise _no_config(root, transformer)
     config = config or {}
     if static:
         config.setdefault("model_type", "static")
@@ -149,17 +140,10 @@ def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = Non
     _refuse_other_models(config)
     _check_sizes(config, alone.name if alone else "config.json")
     served = gguf.config if gguf else served_config(config, trust_remote_code)
-    named = {row.get("type") for row in read_list(root / "modules.json")}
-    for code, is_known in ((JINA_TRANSFORMER, served.tasks), (GME_TRANSFORMER, served.chat_limits)):
-        if code in named and not is_known:
-            chain = chain.read_by(code, root, trust_remote_code)
+    chain = _read_by_own_code(chain, served, root, trust_remote_code)
     if chain.reader is not None:
+        _refuse_adapters(adapters, chain.reader.name)
         served = ServedConfig(config)  # for its code, as it is in the file
-        if adapters:
-            raise ModelLoadFailed(
-                f"{chain.reader.name}, the first module of modules.json, is code in the model's own repository, and "
-                "has an adapter of PEFT beside it, which is not served"
-            )
     settings = read_settings(transformer)
     if adapters and not any((transformer / name).is_file() for name in _TOKENIZERS):
         transformer = weights_dir  # the tokenizer is that of the base model
@@ -186,6 +170,40 @@ def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = Non
         tokens=tokens,
         static=static,
     )
+
+
+def _check_folder(root: Path) -> None:
+    if not root.is_dir():
+        raise ModelNotFound(f"No model directory at {root}")
+    check_fetched(root)
+    if (root / "gliner_config.json").is_file():
+        raise ModelLoadFailed(
+            "the model is a GLiNER (gliner_config.json), which finds entities of kinds that a request names; "
+            "it is not served. Token classifiers with their own labels are"
+        )
+
+
+def _no_config(root: Path, transformer: Path) -> ModelLoadFailed | ModelNotFound:
+    if (form := other_format(path.name for path in files_below(root, depth=1))) is not None:
+        return ModelLoadFailed(f"the weights are {only_in(form, base_model_of(root))}")
+    return ModelNotFound(f"{transformer} has no config.json")
+
+
+def _read_by_own_code(chain: Chain, served: ServedConfig, root: Path, trust_remote_code: bool) -> Chain:
+    """The chain, read by the repository's own code where it is of a family whose configuration is not known."""
+    named = {row.get("type") for row in read_list(root / "modules.json")}
+    for code, is_known in ((JINA_TRANSFORMER, served.tasks), (GME_TRANSFORMER, served.chat_limits)):
+        if code in named and not is_known:
+            chain = chain.read_by(code, root, trust_remote_code)
+    return chain
+
+
+def _refuse_adapters(adapters: tuple[Adapter, ...], reader: str) -> None:
+    if adapters:
+        raise ModelLoadFailed(
+            f"{reader}, the first module of modules.json, is code in the model's own repository, and "
+            "has an adapter of PEFT beside it, which is not served"
+        )
 
 
 # The sizes in config.json that memory is taken by, before any weight is compared; the largest known models have 126

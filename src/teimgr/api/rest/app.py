@@ -156,46 +156,21 @@ def create_app(
     log_sources: FleetLogs | None = None,
     restarter: Restarter | None = None,
 ) -> FastAPI:
-    """The REST application over `manager`; a part that is None has no routes, except as noted.
+    """The REST application over `manager`; a part that is None has no routes (see `_routers`).
 
-    Args:
-        manager: The instances.
-        settings: Also the authentication, where `policy` is None.
-        metrics: Counts requests, and is the page of /metrics.
-        alarms: The alarms of everything but the state file.
-        booted: Whether `Manager.booted` is set; /ready and /health/ready are 503 until then.
-        registry: Routes of /models.
-        gateway: Inference routes of all dialects.
-        gpu_report: Routes of /gpus.
-        tenants: Route of /usage.
-        autoscaler: Route of /metrics/scaling.
-        advisor: Routes of /recommendations.
-        policy: Authentication and rights of callers.
-        event_log: Route of /events.
-        live_probe: Self-tests on demand, for /health/all and /instances/{name}/health.
-        reloader: Routes of /config.
-        telemetry: Traces requests that change something.
-        batches: Routes of /v1/files and /v1/batches.
-        page: The web page.
-        enrolment: Who may join the cluster; without it its routes refuse.
-        log_sources: Logs of instances; without them those in `log_dir`.
-        restarter: Routes of /daemon.
+    `settings` has the authentication too if `policy` is None. `metrics` counts requests and is the page of /metrics.
+    `alarms` are those of everything but the state file. Until `booted`, /ready and /health/ready are 503. `live_probe`
+    makes self-tests on demand, for /health/all and /instances/{name}/health; `telemetry` traces requests that change
+    something. Without `enrolment` the routes of joining refuse; without `log_sources` logs are those in `log_dir`.
     """
-    app = FastAPI(
-        title="teimgr",
-        version=__version__,
-        description="A fleet of embedding models behind one daemon.",
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    about = "A fleet of embedding models behind one daemon."
+    no_url: Any = dict.fromkeys(("openapi_url", "docs_url", "redoc_url"))  # this module has routes of its own
+    app = FastAPI(title="teimgr", version=__version__, description=about, redirect_slashes=False, **no_url)
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted, app.state.routing = alarms, booted, probes.RoutingState()
     app.state.tenants, app.state.autoscaler, app.state.advisor = tenants, autoscaler, advisor
     app.state.registry, app.state.gpus, app.state.enrolment = registry, gpu_report, enrolment
-    app.state.batches, app.state.direct = batches, None
-    app.state.docs_shell = page and page.shell
+    app.state.batches, app.state.direct, app.state.docs_shell = batches, None, page and page.shell
     app.state.document, app.state.document_lock = None, threading.Lock()
     app.state.promised_workers = instances.PromisedWorkers()
     app.state.logs = log_sources or FleetLogs(LocalLogs(settings.log_dir))

@@ -104,18 +104,8 @@ def embed_file(
             server refused the call.
         TryLater: the server did not serve for `retry_s` without progress.
     """
-    if output.suffix.lower() not in outputs.SUFFIXES:
-        raise InvalidConfig(f"{output}: the suffix is not one of {', '.join(outputs.SUFFIXES)}")
-    if per_token and output.suffix.lower() == ".npy":
-        raise InvalidConfig(f"{output}: NumPy's file has one vector a row, and this model gives several: use .parquet")
-    files: FileKind | None = None
-    if source.is_dir() or source.suffix.lower() == PDF:
-        files = _files_of(client, options, retry_s)
-        texts: TextSource = FolderSource(source, text_column, keep, files)
-    else:
-        texts = open_source(source, text_column, keep)
-    if texts.has_files and files is None:
-        files = _files_of(client, options, retry_s)
+    _check_suffix(output, per_token)
+    texts, files = _opened(source, text_column, keep, lambda: _files_of(client, options, retry_s))
     form = _Form(files, per_token, float16)
     failures = output.with_name(f"{output.name}.failed.jsonl")
     if restart:
@@ -157,6 +147,24 @@ class _Answer(NamedTuple):
     errors: Mapping[int, str]
     space: str
     precision: str
+
+
+def _check_suffix(output: Path, per_token: bool) -> None:
+    if output.suffix.lower() not in outputs.SUFFIXES:
+        raise InvalidConfig(f"{output}: the suffix is not one of {', '.join(outputs.SUFFIXES)}")
+    if per_token and output.suffix.lower() == ".npy":
+        raise InvalidConfig(f"{output}: NumPy's file has one vector a row, and this model gives several: use .parquet")
+
+
+def _opened(
+    source: Path, text_column: str | None, keep: Sequence[str] | None, files_of_model: Callable[[], FileKind]
+) -> tuple[TextSource, FileKind | None]:
+    """The rows of a file or folder, and what kind of files they have, None of texts."""
+    if source.is_dir() or source.suffix.lower() == PDF:
+        files = files_of_model()
+        return FolderSource(source, text_column, keep, files), files
+    texts = open_source(source, text_column, keep)
+    return texts, files_of_model() if texts.has_files else None
 
 
 def _files_of(client: Client, options: dict[str, Any], retry_s: float) -> FileKind:
