@@ -9,13 +9,13 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlencode
 
 from teimgr.client.connection_causes import reason_of
-from teimgr.client.http_replies import CONNECT_S, JsonObject, Query, ReplyHead, RestChannel
+from teimgr.client.http_replies import CONNECT_S, ReplyHead, Request, RestChannel
 from teimgr.errors import DeadlineExceeded, Unreachable, ValidationError
 from teimgr.wire.status import CODE_KEY
 
@@ -31,33 +31,18 @@ class BlockingHttpChannel(RestChannel):
         time.sleep(seconds)  # noqa: ASYNC251 - runs without an event loop
 
     @asynccontextmanager
-    async def _reply(
-        self,
-        method: str,
-        path: str,
-        body: JsonObject | None,
-        query: Query | None,
-        headers: Mapping[str, str],
-        timeout_s: float | None,
-    ) -> AsyncIterator[ReplyHead]:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self.reply(method, path, body, query, headers, timeout_s) as (sock, reply):
+    async def _reply(self, request: Request) -> AsyncIterator[ReplyHead]:
+        deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
+        with self.reply(request) as (sock, reply):
             yield ReplyHead(reply.status, reply.headers.get(CODE_KEY), _pieces(sock, reply, deadline))
 
     @contextmanager
-    def reply(
-        self,
-        method: str,
-        path: str,
-        body: JsonObject | Iterable[bytes] | None,
-        query: Query | None,
-        headers: Mapping[str, str],
-        timeout_s: float | None,
-    ) -> Iterator[tuple[socket.socket, http.client.HTTPResponse]]:
-        """The socket and the head of the reply; a body in pieces has its type among `headers`.
+    def reply(self, request: Request) -> Iterator[tuple[socket.socket, http.client.HTTPResponse]]:
+        """The socket and the head of the reply.
 
         Raises Unreachable: no connection, or it was lost. DeadlineExceeded: one step took longer than `timeout_s`.
         """
+        method, path, body, query, headers, timeout_s = request
         try:
             payload = json.dumps(body).encode() if isinstance(body, Mapping) else body
         except (TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from teimgr.client.blocking_http import BlockingHttpChannel
-from teimgr.client.http_replies import Reply, json_of
+from teimgr.client.http_replies import Reply, Request, json_of
 from teimgr.errors import InvalidConfig, Unavailable
 from teimgr.wire.status import CODE_KEY
 
@@ -34,7 +34,7 @@ def upload(channel: BlockingHttpChannel, path: Path, timeout_s: float) -> Any:
         kind, length = f"multipart/form-data; boundary={boundary}", len(head) + size + len(end)
         headers = {"Content-Type": kind, "Content-Length": str(length)}
         form = _form(path, file, size, head, end)
-        with channel.reply("POST", _PATH, form, None, headers, timeout_s) as (_, reply):
+        with channel.reply(Request("POST", _PATH, form, None, headers, timeout_s)) as (_, reply):
             return _json(reply)
 
 
@@ -58,7 +58,8 @@ def download(channel: BlockingHttpChannel, file_id: str, target: Path, timeout_s
     path, partial = f"{_PATH}/{quote(file_id, safe='')}/content", target.with_name(f"{target.name}.partial")
     with _disk(target, "written"):
         try:
-            with partial.open("wb") as file, channel.reply("GET", path, None, None, {}, timeout_s) as (_, reply):
+            request = Request("GET", path, None, None, {}, timeout_s)
+            with partial.open("wb") as file, channel.reply(request) as (_, reply):
                 left = int(reply.headers["Content-Length"]) if reply.status == 200 else _json(reply)
                 while piece := reply.read(min(left, _PIECE_BYTES)):
                     left -= len(piece)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from aiohttp.client_exceptions import UnixClientConnectorError
 from yarl import URL
 
 from teimgr.client.connection_causes import reason_of
-from teimgr.client.http_replies import CONNECT_S, JsonObject, Query, ReplyHead, RestChannel
+from teimgr.client.http_replies import CONNECT_S, ReplyHead, Request, RestChannel
 from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
 from teimgr.wire.status import CODE_KEY
 
@@ -70,15 +70,8 @@ class HttpChannel(RestChannel):
         await asyncio.sleep(seconds)
 
     @asynccontextmanager
-    async def _reply(
-        self,
-        method: str,
-        path: str,
-        body: JsonObject | None,
-        query: Query | None,
-        headers: Mapping[str, str],
-        timeout_s: float | None,
-    ) -> AsyncIterator[ReplyHead]:
+    async def _reply(self, request: Request) -> AsyncIterator[ReplyHead]:
+        method, path, body, query, headers, timeout_s = request
         if self._session is None:
             raise Internal("the client is not open: use it in a `with` block")
         try:

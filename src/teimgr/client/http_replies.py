@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
@@ -36,6 +36,17 @@ class Reply(NamedTuple):
     status: int
     body: bytes
     code: str | None = None
+
+
+class Request(NamedTuple):
+    """One request; `timeout_s` bounds it with its reply. `path` is percent-encoded; pieces have a type in `headers`."""
+
+    method: str
+    path: str
+    body: JsonObject | Iterable[bytes] | None
+    query: Query | None
+    headers: Mapping[str, str]
+    timeout_s: float | None
 
 
 class ReplyHead(NamedTuple):
@@ -119,7 +130,7 @@ class RestChannel(ABC):
         headers = {"Accept": "text/event-stream"}
         if last_event_id is not None:
             headers["Last-Event-ID"] = last_event_id
-        async with self._reply(method, path, body, query, headers, None) as head:
+        async with self._reply(Request(method, path, body, query, headers, None)) as head:
             if head.status >= 400:
                 raise error_from_reply(*await _whole(path, head))
             parser = EventParser()
@@ -135,20 +146,12 @@ class RestChannel(ABC):
         self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
     ) -> Reply:
         """The reply, whatever its status is."""
-        async with self._reply(method, path, body, query, {}, timeout_s) as head:
+        async with self._reply(Request(method, path, body, query, {}, timeout_s)) as head:
             return await _whole(path, head)
 
     @abstractmethod
-    def _reply(
-        self,
-        method: str,
-        path: str,
-        body: JsonObject | None,
-        query: Query | None,
-        headers: Mapping[str, str],
-        timeout_s: float | None,
-    ) -> AbstractAsyncContextManager[ReplyHead]:
-        """Send a request; its reply is read within the block, which as a whole takes `timeout_s` at most."""
+    def _reply(self, request: Request) -> AbstractAsyncContextManager[ReplyHead]:
+        """Send a request; its reply is read within the block."""
 
 
 async def _whole(path: str, head: ReplyHead) -> Reply:

@@ -164,7 +164,7 @@ def create_app(
     something. Without `enrolment` the routes of joining refuse; without `log_sources` logs are those in `log_dir`.
     """
     about = "A fleet of embedding models behind one daemon."
-    no_url: Any = dict.fromkeys(("openapi_url", "docs_url", "redoc_url"))  # this module has routes of its own
+    no_url: Any = dict.fromkeys(("openapi_url", "docs_url", "redoc_url"))
     app = FastAPI(title="teimgr", version=__version__, description=about, redirect_slashes=False, **no_url)
     app.state.manager, app.state.settings, app.state.metrics = manager, settings, metrics
     app.state.alarms, app.state.booted, app.state.routing = alarms, booted, probes.RoutingState()
