@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from tests.support.native import needs_native_library
 
-from teimgr.engine.attention import CannotPackError, Packing, VisibleKeys, packed_attention
+from teimgr.engine.attention import CannotPackError, Packing, VisibleKeys, packed_attention, unproved_window
 from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 
 LENGTHS = (1, 2, 7, 7, 7, 12)
@@ -118,3 +119,26 @@ def test_what_it_does_not_do_is_refused(extra: dict[str, object]) -> None:
 
     with pytest.raises(CannotPackError, match="needs more"):
         packed_attention(Attention(False), *rows, **inputs)
+
+
+D = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 8, "num_hidden_layers": 1}
+WIDE = D | {"num_key_value_heads": 4, "sliding_window": 1100, "max_position_embeddings": 1400}
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (transformers.MistralConfig(**WIDE), None),
+        (transformers.MistralConfig(**WIDE, is_causal=False), 1100),  # the library's mask has a token more
+        (transformers.PhimoeConfig(**WIDE, num_local_experts=2), 1100),  # the window is in the mask alone
+        (transformers.MistralConfig(**WIDE | {"sliding_window": 1024}, is_causal=False), None),  # the gate sees it
+        (transformers.MistralConfig(**WIDE | {"sliding_window": 1400}, is_causal=False), None),
+        (transformers.Qwen2Config(**WIDE, use_sliding_window=False), None),
+        (transformers.BertConfig(**D), None),
+    ],
+    ids=lambda given: getattr(given, "model_type", str(given)),
+)
+def test_a_window_that_the_gate_does_not_reach_is_left_to_the_library_unless_layers_hand_it_on(
+    config: transformers.PreTrainedConfig, width: int | None
+) -> None:
+    assert unproved_window(transformers.AutoModel.from_config(config)) == width

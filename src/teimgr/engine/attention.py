@@ -6,7 +6,9 @@ No mask function is registered under that name, so transformers builds no mask a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -162,6 +164,41 @@ def is_plain(attention_mask: Tensor | None, options: Mapping[str, Any]) -> bool:
 def causality_of(module: torch.nn.Module, is_causal: bool | None) -> bool:
     """Whether attention is causal: as the call has it, else as the layer has it."""
     return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+
+
+WINDOW_KEYS = ("sliding_window", "local_attention")
+"""The width of a window of attention in config.json."""
+WIDEST_PROBED_WINDOW = 1024
+"""Tokens. The fidelity gate has no text that is longer than a wider window: it would cost seconds of every load."""
+
+
+def unproved_window(module: torch.nn.Module) -> int | None:
+    """The width of a window of which packed attention may differ from the library's, unseen by the fidelity gate.
+
+    A causal layer that hands its window to attention is right by construction. The library's masks of bidirectional
+    attention have a token more on each side than its kernels, and some layers leave the window to the mask alone.
+    """
+    whole: Any = module.config
+    config = whole.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if getattr(config, "use_sliding_window", None) is False or (kinds and not any("sliding" in kind for kind in kinds)):
+        return None
+    widths = [getattr(config, key, None) for key in WINDOW_KEYS]
+    room = getattr(config, "max_position_embeddings", None) or math.inf
+    wide = [width for width in widths if isinstance(width, int) and WIDEST_PROBED_WINDOW < width < room]
+    if not wide:
+        return None
+    layers = [layer for layer in module.modules() if hasattr(layer, "is_causal")]
+    causal = getattr(config, "is_causal", True) is not False and all(layer.is_causal for layer in layers)
+    return None if layers and causal and all(_hands_on_window({type(layer) for layer in layers})) else max(wide)
+
+
+def _hands_on_window(layers: set[type]) -> Iterator[bool]:
+    for layer in layers:
+        try:
+            yield "sliding_window=" in inspect.getsource(layer)
+        except OSError:
+            yield False
 
 
 def _by_varlen_kernel(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: _Scores) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.engine import gpu
-from teimgr.engine.attention import PACKED, Packing
+from teimgr.engine.attention import PACKED, Packing, unproved_window
 from teimgr.engine.batching.batch import PackedBatch, Run, to_device
 from teimgr.engine.gpu_kernels.forward_graphs import Capture, ForwardGraphs, RowInputs, most_tokens
 from teimgr.engine.heads.projections import read_weights
@@ -80,7 +80,7 @@ class Transformer:
         self._graphs: ForwardGraphs | None = None
         rotary = own_rotary(module)
         self._trained = None if rotary is None else rotary.trained  # longer texts have positions by their length
-        self._alone = depends_on_batch(module)
+        self._alone = _why_alone(module)
         self._task = task_of(module)
 
     def placed(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -112,7 +112,7 @@ class Transformer:
         if self._task is not None:
             raise CannotLowerError("its layers have weights by task")
         if self._alone:
-            raise CannotLowerError("its results depend on the other texts of a batch")
+            raise CannotLowerError(self._alone)
         kernel, program = forward_kernel(self._module, self._options, dtype, self._trained)
         _drop_linears(self._module, program.linears)
         self.dtype = torch.float32 if dtype is torch.int8 else dtype  # of what torch still computes
@@ -124,10 +124,10 @@ class Transformer:
         """Set `batching`, to any but NATIVE.
 
         Raises:
-            ValueError: the architecture does not support custom attention functions, or texts of several lengths.
+            ValueError: the architecture does not support custom attention functions, or `_why_alone` has a reason.
         """
         if self._alone and batching is not Batching.EQUAL_LENGTH:
-            raise ValueError("its results depend on the other texts of a batch")
+            raise ValueError(self._alone)
         self._module.set_attn_implementation(self._own_attention if batching is Batching.EQUAL_LENGTH else PACKED)
         self.batching = batching
 
@@ -267,6 +267,15 @@ class WholeModel(UnpackedTransformer):
                 return torch.cat([self._forward(**row) for row in rows])
         logits: Tensor = self._module(**inputs, **self._options).logits
         return logits if logits.dim() == 2 else logits.flatten(0, 1)
+
+
+def _why_alone(module: Any) -> str:
+    """Why texts of several lengths cannot be computed together; "" where they can."""
+    if depends_on_batch(module):
+        return "its results depend on the other texts of a batch"
+    if (width := unproved_window(module)) is not None:
+        return f"its window of {width} tokens is not compared with the library's"
+    return ""
 
 
 def _drop_linears(module: nn.Module, weights: frozenset[int]) -> None:

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from teimgr.errors import ModelLoadFailed
 
+_BEYOND = 64  # tokens of a text that is longer than those in training
+_ALIKE = 1e-3  # angles of thousands, in float32
+
 
 class DynamicRotary(nn.Module):
     """cos and sin, [1, T, d], of rotary positions with dynamic NTK scaling, as transformers' rope type "dynamic".
@@ -48,7 +51,7 @@ def put_own_rotary(module: nn.Module) -> None:
     """Put a `DynamicRotary` in the place of the library's module of rope type "dynamic".
 
     Raises:
-        ModelLoadFailed: each type of layer has its own frequencies.
+        ModelLoadFailed: each type of layer has its own frequencies, or the library's module gives other values.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -75,4 +78,22 @@ def _as_own(library: Any) -> DynamicRotary:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = int(size * rope.get("partial_rotary_factor", 1.0))
     trained = int(config.max_position_embeddings)
-    return DynamicRotary(float(rope["rope_theta"]), float(rope["factor"]), trained, size)
+    own = DynamicRotary(float(rope["rope_theta"]), float(rope["factor"]), trained, size)
+    if not all(_is_alike(own, library, length) for length in (trained, trained + _BEYOND)):
+        raise ModelLoadFailed(f"dynamic rotary positions as in {type(library).__name__} are not served")
+    return own
+
+
+def _is_alike(own: DynamicRotary, library: Any, length: int) -> bool:
+    """Whether both give the same to the positions of one text: models differ in how they lay out the columns."""
+    x, positions = torch.zeros(1, 1, dtype=torch.float32), torch.arange(length)[None]
+    try:
+        with torch.no_grad():
+            expected = library(x, positions)
+    except (RuntimeError, ValueError, IndexError, TypeError):  # of positions in several dimensions
+        return False
+    found = own(x, positions)
+    return len(expected) == 2 and all(
+        one.shape == other.shape and torch.allclose(one, other, atol=_ALIKE)
+        for one, other in zip(found, expected, strict=True)
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from teimgr.engine import gpu
-from teimgr.engine.attention import CannotPackError
+from teimgr.engine.attention import WIDEST_PROBED_WINDOW, WINDOW_KEYS, CannotPackError
 from teimgr.engine.attention_kernel import DTYPES, attention_kernel
 from teimgr.engine.backbone import Batching, prepacking_works
 from teimgr.engine.batching.batch import Encoded, pack
@@ -48,8 +48,6 @@ _EXACT_SCORE_DIFFERENCE = 1e-5
 # each rounded are up to twice as far from each other, and a cosine falls with the square of that.
 _OF_ROUNDING = 4.0
 _LONG_TEXT_WORDS = 300
-_WIDEST_PROBED_WINDOW = 1024  # tokens; a text past a wider one would cost seconds of every load on a CPU
-_WINDOW_KEYS = ("sliding_window", "local_attention")
 
 # Known texts: lengths from one word to many, in several scripts, to reveal wrong positions or masks. The longest have
 # some 80 tokens; `probe_texts` adds a longer one for models with a sliding window.
@@ -179,10 +177,10 @@ def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
     """The probe texts for a model with this config.json.
 
     Where its attention has a window smaller than `max_length` tokens, one text is longer than the window; windows wider
-    than `_WIDEST_PROBED_WINDOW` are not tested.
+    than `WIDEST_PROBED_WINDOW` are not tested: `attention.unproved_window`.
     """
-    windows = [config[key] for key in _WINDOW_KEYS if isinstance(config.get(key), int)]
-    window = max((w for w in windows if w < max_length and w <= _WIDEST_PROBED_WINDOW), default=None)
+    windows = [config[key] for key in WINDOW_KEYS if isinstance(config.get(key), int)]
+    window = max((w for w in windows if w < max_length and w <= WIDEST_PROBED_WINDOW), default=None)
     if window is None or config.get("use_sliding_window") is False:
         return PROBE_TEXTS
     words = PROBE_TEXTS[-1].split()
