@@ -21,7 +21,7 @@ from tests.support.small_servers import DIM, INSTANCE, Multiplexer, vector_of
 
 from teimgr.client import Client
 from teimgr.client.corpus import EmbeddedFile, embed_file, job
-from teimgr.errors import Refused, SpaceDiffers, Unavailable
+from teimgr.errors import InvalidConfig, Refused, SpaceDiffers, Unavailable
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.wire.spaces import PRECISION_KEY, SPACE_KEY
 
@@ -80,6 +80,59 @@ async def test_columns_are_copied_and_half_precision_is_stored(mux_url: str, tmp
     table = pq.read_table(output)
     assert table["key"].to_pylist() == ["a", "b"]
     assert table.schema.field("embedding").type == pa.list_(pa.float16(), DIM)
+
+
+async def test_kept_columns_with_dictionaries_are_copied_as_their_values(mux_url: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "a.parquet", tmp_path / "v.parquet"
+    words = [f"w{row // 50}" for row in range(300)]
+    flat = pa.array(words).dictionary_encode()
+    table = pa.table({"text": [f"text {row}" for row in range(300)], "id": flat})
+    pq.write_table(table, source, row_group_size=100)
+    await embed(mux_url, source, output, batch_rows=64)
+    assert pq.read_table(output)["id"].to_pylist() == words
+    np.testing.assert_array_equal(vectors(output), expected(300))
+
+    source, output = tmp_path / "a.arrow", tmp_path / "v.arrow"
+    lists = pa.ListArray.from_arrays(pa.array(range(301), pa.int32()), flat)
+    table = table.append_column("nested", pa.StructArray.from_arrays([lists], ["in"]))
+    with pa.ipc.new_file(source, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    await embed(mux_url, source, output, keep=["id", "nested"], batch_rows=64)
+    found = pa.ipc.open_file(output).read_all()
+    assert found["id"].to_pylist() == words
+    assert found["nested"].to_pylist() == [{"in": [word]} for word in words]
+
+
+@pytest.mark.parametrize("name", ["row", "embedding"])
+async def test_columns_of_the_output_cannot_be_kept(
+    name: str, mux_url: str, multiplexer: Breaking, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"text": ["a"], name: [1]}), tmp_path / "a.parquet")
+    with pytest.raises(InvalidConfig, match=f"the column '{name}' cannot be kept"):
+        await embed(mux_url, tmp_path / "a.parquet", tmp_path / "v.parquet", keep=[name])
+    assert [each.name for each in tmp_path.iterdir()] == ["a.parquet"]
+    assert multiplexer.streams == 0
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
+async def test_a_column_is_kept_once_whatever_its_name(suffix: str, mux_url: str, tmp_path: Path) -> None:
+    source, output = tmp_path / f"a{suffix}", tmp_path / "v.parquet"
+    rows = [{"body": "x", "text": "t0", "fault": "f0"}, {"body": "refuse", "text": "t1", "fault": "f1"}]
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), source)
+    elif suffix == ".csv":
+        source.write_text("body,text,fault\nx,t0,f0\nrefuse,t1,f1\n")
+    else:
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    done = await embed(mux_url, source, output, text_column="body", keep=["text", "fault", "text", "body"])
+
+    found = pq.read_table(output)
+    assert found.column_names == ["row", "text", "fault", "body", "embedding"]
+    assert found.drop_columns(["row", "embedding"]).to_pylist() == rows
+    assert [each is None for each in found["embedding"].to_pylist()] == [False, True]
+    [failure] = (done.failures or tmp_path).read_text().splitlines()
+    assert json.loads(failure) == {"row": 1, "error": "no such text", "text": "refuse"}
 
 
 async def test_an_empty_file_gives_an_empty_file(mux_url: str, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def test_headings_of_csv_that_cannot_be_read_are_refused(tmp_path: Path) -> None
         ("a.pdf", b"", {}, r"a\.pdf: the suffix is not one of \.parquet"),
         ("a.csv", b"id,body\n", {}, "no column 'text'; there are id, body"),
         ("a.csv", b"id,text\n", {"keep": ["lang"]}, "no column 'lang'"),
+        ("a.csv", b"id,text,id\n", {}, "2 columns 'id'; there are id, text, id"),
         ("a.jsonl", b'{"body": "a"}\n', {}, "no key 'text' in its first lines; there are body"),
         ("a.parquet", b"nope", {}, r"a\.parquet: "),
         ("a.txt", b"a\n", {"keep": ["id"]}, "a text file has no columns"),

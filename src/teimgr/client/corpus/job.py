@@ -17,7 +17,7 @@ from teimgr.client.clients import Client
 from teimgr.client.corpus import outputs
 from teimgr.client.corpus.image_files import PDF, FolderSource
 from teimgr.client.corpus.outputs import PartialOutput, discard
-from teimgr.client.corpus.sources import FAULT, MAX_FILE_BYTES, TEXT, FileKind, TextSource, open_source
+from teimgr.client.corpus.sources import MAX_FILE_BYTES, TEXT, FileKind, TextSource, open_source
 from teimgr.client.payloads import space_of
 from teimgr.client.values import Embedded
 from teimgr.errors import InvalidConfig, Refused, TryLater
@@ -164,6 +164,8 @@ def _opened(
         files = files_of_model()
         return FolderSource(source, text_column, keep, files), files
     texts = open_source(source, text_column, keep)
+    if taken := [name for name in texts.keep if name in ("row", outputs.VECTOR)]:
+        raise InvalidConfig(f"{source}: the column {taken[0]!r} cannot be kept: the output has its own of that name")
     return texts, files_of_model() if texts.has_files else None
 
 
@@ -286,15 +288,15 @@ class _Work:
         for batch in self._source.batches(self._partial.rows, self._batch_rows):
             for piece in _bounded(batch, lambda: self._rows_now):
                 sent.append(piece)
-                yield piece.column(TEXT)
+                yield piece.column(0)  # by position: a kept column may be named `text` too
 
     def _write(self, batch: pa.RecordBatch, answer: _Answer) -> None:
         self._partial.take_space(answer.space, answer.precision)
-        first_row, count, faults = self._partial.rows, batch.num_rows, batch.column(FAULT)
+        first_row, count, faults = self._partial.rows, batch.num_rows, batch.column(1)
         self.dimension = answer.dimension
         fields = [("row", pa.int64()), *self._source.kept, (outputs.VECTOR, answer.vectors.type)]
         schema = pa.schema(fields, metadata=reply_headers(answer.space, answer.precision) or None)
-        kept = batch.columns[2:]  # by position: a kept column may have the name of another
+        kept = batch.columns[2:]
         rows = pa.array(np.arange(first_row, first_row + count))
         whole = pa.RecordBatch.from_arrays([rows, *kept, answer.vectors], schema=schema)
         failures = (
@@ -305,7 +307,7 @@ class _Work:
 
     def _named(self, batch: pa.RecordBatch, row: int) -> dict[str, Any]:
         """The text of a row, or its path and page, by column; empty if the row is a file."""
-        return {label: batch.column(label)[row].as_py() for label in self._source.labels}
+        return {label: batch.column(batch.schema.names.index(label))[row].as_py() for label in self._source.labels}
 
     def _report(self, waiting: str | None = None) -> None:
         self._progress(
@@ -315,7 +317,7 @@ class _Work:
 
 def _bounded(batch: pa.RecordBatch, most_rows: Callable[[], int]) -> Iterator[pa.RecordBatch]:
     """The batch in pieces of bounded rows and bytes; a text beyond the limit of one message is a row that fails."""
-    lengths = pc.fill_null(pc.binary_length(batch.column(TEXT)), 0).to_numpy(zero_copy_only=False)
+    lengths = pc.fill_null(pc.binary_length(batch.column(0)), 0).to_numpy(zero_copy_only=False)
     if lengths.max(initial=0) > MAX_FILE_BYTES:
         over = lengths > MAX_FILE_BYTES
         columns = list(batch.columns)

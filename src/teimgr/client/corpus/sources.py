@@ -56,7 +56,7 @@ class TextSource(ABC):
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
         self.path = path
         self.text_column = text_column
-        self.keep = tuple(keep)
+        self.keep = tuple(dict.fromkeys(keep))
 
     @abstractmethod
     def batches(self, first_row: int, size: int) -> Iterator[pa.RecordBatch]:
@@ -79,17 +79,18 @@ class TextSource(ABC):
         """The kept columns of a schema, after a look for the text column.
 
         Raises:
-            InvalidConfig: a column is missing, or the text column holds neither strings nor files.
+            InvalidConfig: a column is missing or ambiguous, or the text column holds neither strings nor files.
         """
         for name in (self.text_column, *self.keep):
-            if name not in schema.names:
-                raise InvalidConfig(f"{self.path}: no column {name!r}; there are {', '.join(schema.names)}")
+            if (times := schema.names.count(name)) != 1:
+                found = f"{times} columns" if times else "no column"
+                raise InvalidConfig(f"{self.path}: {found} {name!r}; there are {', '.join(schema.names)}")
         found = schema.field(self.text_column).type
         if is_images(found):
             self.has_files, self.labels = True, ()
         elif found not in _STRINGS and not pa.types.is_dictionary(found):
             raise InvalidConfig(f"{self.path}: the column {self.text_column!r} holds {found}, not strings or files")
-        return pa.schema([schema.field(name) for name in self.keep])
+        return pa.schema([_without_dictionaries(schema.field(name)) for name in self.keep])
 
     def _batch(self, texts: Any, kept: Sequence[Any], faults: Any = None) -> pa.RecordBatch:
         if self.has_files:
@@ -97,11 +98,29 @@ class TextSource(ABC):
         elif texts.type not in (pa.utf8(), pa.large_utf8()):
             texts = texts.cast(pa.large_utf8())
         faults = faults if faults is not None else pa.nulls(len(texts), pa.utf8())
+        kept = [column.cast(field.type) for column, field in zip(kept, self.kept, strict=True)]
         schema = pa.schema([(TEXT, texts.type), (FAULT, pa.utf8()), *self.kept])
         return pa.RecordBatch.from_arrays([texts, faults, *kept], schema=schema)
 
     def _of_table(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return self._batch(batch.column(self.text_column), [batch.column(name) for name in self.keep])
+
+
+def _without_dictionaries(field: pa.Field) -> pa.Field:
+    """The field with values in place of dictionaries, of which each batch may have another one."""
+    kind = field.type
+    if pa.types.is_dictionary(kind):
+        return field.with_type(kind.value_type)
+    if pa.types.is_struct(kind):
+        return field.with_type(pa.struct([_without_dictionaries(each) for each in kind]))
+    if pa.types.is_map(kind):
+        key, item = (_without_dictionaries(each) for each in (kind.key_field, kind.item_field))
+        return field.with_type(pa.map_(key, item, kind.keys_sorted))
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        return field.with_type(pa.list_(_without_dictionaries(kind.value_field), getattr(kind, "list_size", -1)))
+    if pa.types.is_large_list(kind):
+        return field.with_type(pa.large_list(_without_dictionaries(kind.value_field)))
+    return field
 
 
 def open_source(path: Path, text_column: str | None = None, keep: Sequence[str] | None = None) -> TextSource:
@@ -324,7 +343,7 @@ class JsonLinesSource(TextSource):
         if missing:
             raise InvalidConfig(f"{path}: no key {missing[0]!r} in its first lines; there are {', '.join(names)}")
         rows = [row for row, _ in map(_json_object, _head(path)) if row is not None]
-        self.kept = pa.schema([(name, _type_of([row.get(name) for row in rows])) for name in keep])
+        self.kept = pa.schema([(name, _type_of([row.get(name) for row in rows])) for name in self.keep])
 
     @staticmethod
     def columns(path: Path) -> list[str]:
