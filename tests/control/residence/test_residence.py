@@ -37,6 +37,7 @@ class ScriptedOwner:
         self.may_count.set()
         self.may_unload = asyncio.Event()
         self.may_unload.set()
+        self.refused_loads: list[Exception] = []
         self.lost_places = 0  # how many instances go before the call that they are made for
 
     def declare_instance(self, name: str, **keys: object) -> None:
@@ -76,6 +77,8 @@ class ScriptedOwner:
         return ("B",)
 
     async def load(self, name: str) -> None:
+        if self.refused_loads:
+            raise self.refused_loads.pop()
         self.loads.append(name)
         self.publish(name, State.STARTING)
         self.loaded.set()
@@ -329,6 +332,24 @@ async def test_a_load_without_memory_has_an_idle_model_evicted_and_is_judged_aga
         assert owner.unloads == ["a"]
         owner.publish("b", State.RUNNING)
         assert await waiting == "b"
+
+
+@pytest.mark.parametrize("error", [Unavailable("not now"), KeyError("a defect")], ids=["refused", "defect"])
+async def test_a_load_that_was_refused_before_a_worker_started_is_tried_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOAD_AGAIN_S", 0.05)
+    async with running() as (owner, residence):
+        owner.declare_instance("a")
+        owner.refused_loads = [error]
+        with pytest.raises(FailedToLoad) as refused:
+            await call(residence, "a")
+        assert refused.value.retry_after_s == 0.05
+        await eventually(lambda: residence.phases() == {"a": "unloaded"})
+        waiting = asyncio.create_task(call(residence, "a"))
+        await owner.loaded.wait()
+        owner.publish("a", State.RUNNING)
+        assert await waiting == "a"
 
 
 async def test_a_load_on_another_device_does_not_wait_for_an_eviction() -> None:

@@ -550,6 +550,17 @@ async def test_the_devices_of_an_instance_are_those_it_would_be_placed_on(folder
         await fleet.end()
 
 
+async def test_two_updates_at_a_time_that_do_not_fit_together_are_not_both_taken(fleets: Fleets) -> None:
+    fleet = fleets()
+    await fleet.manager.boot()
+    await fleet.create(load="on_demand", min_replicas=1, max_replicas=5)
+    changes: list[dict[str, int]] = [{"min_replicas": 4}, {"max_replicas": 2}]
+    found = await asyncio.gather(*(fleet.manager.update("a", each) for each in changes), return_exceptions=True)
+    assert sorted(type(each).__name__ for each in found) == ["InstanceView", "ValidationError"]
+    spec = fleet.manager.get("a").spec
+    assert spec.min_replicas <= spec.max_replicas
+
+
 async def test_a_plan_under_way_whose_instance_is_deleted_names_it(
     fleets: Fleets, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,8 +214,9 @@ class Autoscaler:
         for each in await self._stats(running):
             found[each.instance].append(each)
         now = asyncio.get_running_loop().time()
-        for name in running:
-            await self._step(views[name], self._courses[name], found[name], now)
+        for view in self._fleet.scaled():  # as they are now: a user may have changed or deleted one meanwhile
+            if view.state is State.RUNNING and (course := self._courses.get(view.spec.name)) is not None:
+                await self._step(view, course, found[view.spec.name], now)
 
     async def _step(self, view: InstanceView, course: _Course, found: Sequence[Counters], now: float) -> None:
         serving = [each for each in view.workers if each.role == "serving" and each.state is State.RUNNING]
@@ -273,7 +274,7 @@ class Autoscaler:
             rate = sum(each.computed for each in workers) / busy_s if busy_s else 0.0
         running = sum(each.role == "serving" and each.state is State.RUNNING for each in view.workers)
         decision = course.decision if course and view.state is State.RUNNING else None
-        waiting_s = queued / (rate * running) if rate and running else 0.0
+        waiting_s = queued / (rate * len(workers)) if rate and workers else 0.0  # one that is late queues as much
         wanted, reason = (decision.wanted, decision.reason) if decision else (running, _NO_REPLICAS.reason)
         return Figures(round(queued), round(waiting_s, 3), round(rate, 1), round(refused, 3), running, wanted, reason)
 

@@ -426,11 +426,14 @@ class Residence:
         try:
             log.info("load", extra={"instance": name, "reason": reason})
             await self._owner.load(name)
-        except TeimgrError as error:
-            self._mailbox.put_nowait(LoadFailed(name, error.message, _LOAD_AGAIN_S))
-        except Exception as error:  # a defect: its calls must not wait for nothing
-            log.exception("a model was not loaded", extra={"instance": name})
-            self._mailbox.put_nowait(LoadFailed(name, repr(error), _LOAD_AGAIN_S))
+        except Exception as error:  # also a defect: its calls must not wait for nothing
+            if not isinstance(error, TeimgrError):
+                log.exception("a model was not loaded", extra={"instance": name})
+            self._mailbox.put_nowait(LoadFailed(name, str(error) or repr(error), _LOAD_AGAIN_S))
+            await asyncio.sleep(_LOAD_AGAIN_S)
+            entry, model = self._entries.get(name), self._fleet.models.get(name)
+            if entry and model and entry.state is State.UNLOADED and model.phase is Phase.FAILED:
+                self._mailbox.put_nowait(Unloaded(name))
 
     async def _unload(self, name: str, reason: str, evicted_for: str | None) -> None:
         incident = None

@@ -41,9 +41,9 @@ NOT_WANTED = "no call waits for it any more"
 
 
 def load(fleet: Fleet, model: Model, reason: str, now: float) -> Iterator[Decision]:
-    """Begin to load a model; behind those that wait for room already while theirs is being made."""
+    """Begin to load a model; behind those that wait for room on its device already while theirs is being made."""
     model.begin_load(now)
-    if _ending(fleet):
+    if _is_ending_for(fleet, model):
         enter(fleet, model, Phase.ROOM, now)
         model.lack(0, 0, {})  # not asked yet
         return
@@ -68,6 +68,7 @@ def no_room(fleet: Fleet, event: NoRoom, now: float) -> Iterator[Decision]:
         enter(fleet, model, Phase.ROOM, now)
     model.begin_load(now)
     model.lack(event.needed_bytes, event.free_bytes, event.held)
+    model.go_to(event.device)
     if model.is_wanted(now):
         yield from make_room(fleet, model, now)
     else:
@@ -79,6 +80,7 @@ def outgrown(fleet: Fleet, event: Outgrown, now: float) -> Iterator[Decision]:
     grown = fleet.models.get(event.model)
     if grown is None:
         return
+    grown.go_to(event.device)
     for name, count in event.held.items():
         if name in fleet.models:
             fleet.models[name].hold(count)
@@ -91,11 +93,13 @@ def outgrown(fleet: Fleet, event: Outgrown, now: float) -> Iterator[Decision]:
 
 
 def use_room(fleet: Fleet, now: float) -> Iterator[Decision]:
-    """Memory was released: the models that wait for room try again, the first one first; once no victim is ending."""
-    is_ending = bool(_ending(fleet))
+    """Memory was released: the models that wait for room try again, the first one first.
+
+    Each once no victim is ending on its device.
+    """
     for model in waiting_for_room(fleet):
         model.doubt()
-        if not is_ending:
+        if not _is_ending_for(fleet, model):
             yield from _try_again(fleet, model, now)
 
 
@@ -107,7 +111,7 @@ def make_rooms(fleet: Fleet, now: float) -> Iterator[Decision]:
     ending = _ending(fleet)
     for model in waiting_for_room(fleet):
         if model.is_outdated:
-            if not ending:
+            if not _is_ending_for(fleet, model):
                 yield from _try_again(fleet, model, now)
         elif model.name not in ending:
             yield from make_room(fleet, model, now)
@@ -210,6 +214,11 @@ def _try_again(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
 def _ending(fleet: Fleet) -> set[str]:
     """The models for which another one is ending."""
     return {each.evicted_for for each in fleet.active.values() if each.evicted_for and each.phase is Phase.UNLOADING}
+
+
+def _is_ending_for(fleet: Fleet, model: Model) -> bool:
+    """Whether a model is ending for another one on a device that this one needs, or may need."""
+    return any(model.may_share(fleet.models.get(name)) for name in _ending(fleet))
 
 
 def _movable(models: Iterable[Model]) -> list[Model]:

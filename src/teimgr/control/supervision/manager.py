@@ -408,6 +408,7 @@ class Manager:
         async with self._turns.of(instance.spec.name):
             self._require_present(instance)
             changes, wanted = given, with_changes(instance.spec, given)
+            self._check_keys(wanted)  # again: another update may have changed other keys meanwhile
             place(wanted, self._planner.inventory)
             if not wanted.max_batch_tokens:
                 chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
@@ -754,9 +755,12 @@ class Manager:
 
     async def _check(self, spec: InstanceSpec) -> None:
         """Validate the keys, and the model as far as its files are on this host."""
+        self._check_keys(spec)
+        await asyncio.to_thread(check_model, worker_spec(spec, self._settings))
+
+    def _check_keys(self, spec: InstanceSpec) -> None:
         check_instance(spec)
         check_allowed(spec, self._settings)
-        await asyncio.to_thread(check_model, worker_spec(spec, self._settings))
 
     # Instances
 
