@@ -8,12 +8,16 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from tests.engine.conftest import Served
 from tests.fidelity import references
 from tests.support import models
 from tests.support.models import FAMILIES, PAIRS, TEXTS
+from tests.support.native import needs_native_forward
+from torch import Tensor
 
+from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 from teimgr.engine.job import Input, Job, Lane, Output, Pair
 from teimgr.errors import EmptyInput, InputTooLong, InvalidInput, WrongModelKind
 
@@ -49,6 +53,33 @@ def test_a_cross_encoder_scores_pairs(family: str, tmp_path: Path, serve: Callab
     np.testing.assert_allclose(raw, scored(path, LONG_PAIRS, activation_fn=nn.Identity()), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(sigmoid, 1 / (1 + np.exp(-raw.astype(np.float64))), atol=1e-6)
     assert len(set(raw[:, 0].tolist())) == len(LONG_PAIRS)
+
+
+@needs_native_forward
+@pytest.mark.parametrize("kind", ["xlm_roberta", "modernbert", "qwen2"])
+def test_a_reranker_computes_one_row_of_a_text_behind_the_last_attention(
+    kind: str, tmp_path: Path, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the token that its head reads, and the scores are bit for bit those with all rows."""
+    is_causal = kind == "qwen2"
+    served = serve(
+        models.build_prompted_reranker(tmp_path, "qwen2") if is_causal else models.build_cross_encoder(kind, tmp_path)
+    )
+    assert served.engine.info.forward == "native"
+    model = served.engine._runners[0]._model
+    [head], rows, own = model._heads.values(), list[bool](), model.backbone.hidden
+
+    def hidden(batch: PackedBatch) -> Tensor:
+        found = own(batch)
+        rows.append(len(found) == batch.texts < batch.tokens)
+        return found
+
+    monkeypatch.setattr(model.backbone, "hidden", hidden)
+    batch = pack([Encoded(np.arange(5, 5 + length, dtype=np.int32)) for length in (3, 9, 4)])
+    [of_one_row] = model.run(batch, SCORES).values()
+    assert rows == [True]
+    of_all_rows = head(own(batch), batch)
+    assert torch.equal(of_one_row.values, of_all_rows.values)
 
 
 @pytest.mark.parametrize(("family", "labels"), [("modernbert", 1), ("bert", 3)])

@@ -47,6 +47,7 @@ from teimgr.spec import Kind
 log = logging.getLogger(__name__)
 
 Heads = Mapping[Output, Head]
+_ONE_TOKEN = (DenseHead, SequenceHead, CausalHead)  # whose `token_of` may be the only one that they read
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -152,7 +153,7 @@ class Model:
         """
         heads = {output: self._heads[output] for output in outputs}
         alone = next(iter(heads.values())) if len(heads) == 1 and self.is_native else None
-        if isinstance(alone, DenseHead) and (kept := alone.token_of(batch)) is not None:
+        if isinstance(alone, _ONE_TOKEN) and (kept := alone.token_of(batch)) is not None:
             batch = replace(batch, kept=kept)
         needs_hidden = any(_reads_hidden(head, batch) for head in heads.values())
         hidden = self.backbone.hidden(batch) if needs_hidden else _nothing(self.backbone.device)

@@ -23,6 +23,13 @@ from teimgr.models.layout import CausalRerank
 log = logging.getLogger(__name__)
 
 LogitsOf = Callable[[Tensor, PackedBatch], Tensor]
+TokenOf = Callable[[PackedBatch], NDArray[np.int64] | None]
+
+
+def _rows(hidden: Tensor, batch: PackedBatch, token_of: TokenOf) -> Tensor:
+    """The states of a token of each text, [N, H]; `hidden` may be these."""
+    places = None if batch.kept is not None and len(hidden) == batch.texts else token_of(batch)
+    return hidden if places is None else hidden[to_device(places, hidden.device)]
 
 
 class CausalHead:
@@ -34,8 +41,11 @@ class CausalHead:
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         """SCORES before any activation, [N, 1]."""
-        logits = self._decode(hidden[to_device(batch.ends - 1, hidden.device)]).float()
+        logits = self._decode(_rows(hidden, batch, self.token_of)).float()
         return Rows(logits[:, :1] if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:])
+
+    def token_of(self, batch: PackedBatch) -> NDArray[np.int64]:
+        return batch.ends - 1
 
 
 class FirstToken(nn.Module):
@@ -103,11 +113,14 @@ def keep_two_tokens(module: Any, score: CausalRerank) -> None:
 
 
 class SequenceHead:
-    """A library head for texts; `logits_of` maps hidden states and batch to float32 [N, labels]."""
+    """A library head for texts; `logits_of` maps hidden states and batch to float32 [N, labels]. `token_of` gives the only
+    token of each text whose states it reads, or None.
+    """
 
-    def __init__(self, logits_of: LogitsOf, width: int) -> None:
+    def __init__(self, logits_of: LogitsOf, width: int, token_of: TokenOf | None = None) -> None:
         self.width = width
         self._logits_of = logits_of
+        self.token_of: TokenOf = token_of or (lambda batch: None)
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
         return Rows(self._logits_of(hidden, batch))
@@ -121,7 +134,7 @@ def sequence_head(library: LibraryHead) -> SequenceHead | None:
     """
     trial = HeadTrial.of(library)
     reference = torch.stack(trial.logits)
-    for name, logits_of in _candidates(library).items():
+    for name, (logits_of, token_of) in _candidates(library).items():
         try:
             logits = logits_of(trial.hidden, trial.batch)
         except torch.OutOfMemoryError:
@@ -131,15 +144,15 @@ def sequence_head(library: LibraryHead) -> SequenceHead | None:
             continue
         if trial.matches(logits, reference):
             log.debug("the head needs %s", name)
-            return SequenceHead(logits_of, reference.shape[1])
+            return SequenceHead(logits_of, reference.shape[1], token_of)
     return None
 
 
-def _candidates(library: LibraryHead) -> dict[str, LogitsOf]:
+def _candidates(library: LibraryHead) -> dict[str, tuple[LogitsOf, TokenOf | None]]:
     pad = getattr(library.module.config.get_text_config(), "pad_token_id", -1)
 
-    def on_row(position: Callable[[PackedBatch], NDArray[np.int64]]) -> LogitsOf:
-        return lambda hidden, batch: library.rows(hidden[to_device(position(batch), hidden.device)])
+    def on_row(token_of: TokenOf) -> tuple[LogitsOf, TokenOf]:
+        return lambda hidden, batch: library.rows(_rows(hidden, batch, token_of)), token_of
 
     def last_but_padding(batch: PackedBatch) -> NDArray[np.int64]:
         """Each text's last token that is not `pad`; its first where all are, as in decoders."""
@@ -156,8 +169,11 @@ def _candidates(library: LibraryHead) -> dict[str, LogitsOf]:
         "the first token": on_row(lambda batch: batch.begins),
         "the last token": on_row(lambda batch: batch.ends - 1),
         "the last token that is not padding": on_row(last_but_padding),
-        "the mean of all tokens": lambda hidden, batch: library.rows(pool(hidden, batch, ["mean"]).to(hidden.dtype)),
-        "every token": every_token,
+        "the mean of all tokens": (
+            lambda hidden, batch: library.rows(pool(hidden, batch, ["mean"]).to(hidden.dtype)),
+            None,
+        ),
+        "every token": (every_token, None),
     }
 
 
