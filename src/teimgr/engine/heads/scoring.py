@@ -113,8 +113,8 @@ def keep_two_tokens(module: Any, score: CausalRerank) -> None:
 
 
 class SequenceHead:
-    """A library head for texts; `logits_of` maps hidden states and batch to float32 [N, labels]. `token_of` gives the only
-    token of each text whose states it reads, or None.
+    """A library head for texts; `logits_of` maps hidden states and batch to float32 [N, labels]. `token_of` gives the
+    only token of each text whose states it reads, or None.
     """
 
     def __init__(self, logits_of: LogitsOf, width: int, token_of: TokenOf | None = None) -> None:
