@@ -81,6 +81,14 @@ def test_a_member_is_found_across_windows(before: Any, size: int, key: bytes) ->
     assert member(before(size) + key + b" " * WINDOW_BYTES + b":" + b" " * WINDOW_BYTES + b'"x"') == "x"
 
 
+@pytest.mark.parametrize("key", [b'"model"', b'"m\\u006fdel"'])
+def test_the_last_of_several_members_counts_however_far_it_is(key: bytes) -> None:
+    for size in range(256 * 1024 - 45, 256 * 1024 - 25):
+        text = b'{"model": "first", "input": "' + b"a" * size
+        assert member(text + b'", ' + key + b': "last"}') == "last"
+        assert member(text + b'", "x": {' + key + b': "inner"}}') == "first"
+
+
 def test_of_a_long_text_the_beginning_is_read() -> None:
     for one in ("x", "é", "中", "😀"):
         for written in (one, json.dumps(one)[1:-1]):
@@ -105,6 +113,9 @@ _MONSTERS = {
     "the name as a text": lambda size: b"{" + b'"model" ,' * (size // 9),
     "blanks": lambda size: b'{"model"' + b" " * size,
     "digits": lambda size: b'{"a": ' + b"1" * size,
+    "names": lambda size: b"{" + b'"model":"a",' * (size // 12),
+    "escaped names": lambda size: b"{" + b'"mod\\u0065l":"a",' * (size // 17),
+    "names, one of them far": lambda size: b'{"model":"a","a":"' + b'"mode' * (size // 6) + b'","model":"b"}',
     "a long name": lambda size: b'{"model": "' + b"\\u4e2d" * (size // 6) + b'"',
 }
 

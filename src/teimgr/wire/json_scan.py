@@ -116,7 +116,7 @@ def copied(text: AnyText) -> bytes:
 def text_member(text: Text, name: str, start: int = 0) -> Steps[str | None]:
     """The text under `name` (ASCII) in the JSON object that begins at `start`; None if it has no such text.
 
-    The first of several counts. Of a text of more than 16 KiB, its beginning.
+    The last of several counts, as for a parser. Of a text of more than 16 KiB, its beginning.
 
     Raises:
         InvalidInput: more than `MAX_TOKENS` lists, objects and long texts come before it.
@@ -126,13 +126,14 @@ def text_member(text: Text, name: str, start: int = 0) -> Steps[str | None]:
         return None
     at += 1
     other, pause = _before_member(name), at + _MATCHED_BYTES
+    member, is_repeated = None, False
     for token in range(MAX_TOKENS):
         if at >= pause or token % _TOKENS_A_STEP == _TOKENS_A_STEP - 1:
             pause = at + _MATCHED_BYTES
             yield
         at = matched(other, text, at, at + _MATCHED_BYTES)
         if at >= len(text) or text[at] in _CLOSING:
-            return None
+            return member
         if text[at] in _OPENING:
             at = yield from _end_of_nested(text, at + 1, name)
         elif text[at] == _QUOTE:
@@ -140,9 +141,26 @@ def text_member(text: Text, name: str, start: int = 0) -> Steps[str | None]:
             after = yield from _run(_SPACE, text, end)
             if after < len(text) and text[after] == _COLON and _is_text(text, at, end, name):
                 at = yield from _run(_SPACE, text, after + 1)
-                return (yield from _string(text, at)) if at < len(text) and text[at] == _QUOTE else None
+                member = (yield from _string(text, at)) if at < len(text) and text[at] == _QUOTE else None
+                is_repeated = is_repeated or (yield from _may_come(text, at, name))
+                if not is_repeated:
+                    return member
+                continue
             at = end
     raise _too_many(name)
+
+
+def _may_come(text: Text, at: int, name: str) -> Steps[bool]:
+    """Whether the key `name` may come behind a position: it is there somewhere, or an escape of one of its letters."""
+    key = name.encode()
+    sought = {b'"%b"' % key, *(b"\\u00%x" % (letter >> 4) for letter in key)}
+    while at < len(text):
+        end = at + _SEARCHED_BYTES
+        if any(text.find(one, at, end + len(key) + 1) >= 0 for one in sought):
+            return True
+        at = end
+        yield
+    return False
 
 
 def _too_many(name: str) -> InvalidInput:
