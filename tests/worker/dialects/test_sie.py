@@ -13,6 +13,8 @@ from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker.dialects import sie
 
 TEXTS = ["the quick fox", "fog by the harbour"]
+INTEGERS = {"output_dtype": "int8"}
+UNSCALED = {"options": {"normalize": False}}
 ITEMS = [{"id": "a", "text": TEXTS[0]}, {"text": TEXTS[1]}]
 
 
@@ -167,6 +169,25 @@ async def test_entities_and_classes_are_those_of_predict(ask: Asking) -> None:
         ("/v1/encode/dense", {"items": [{"text": "a"}], "params": {"output_types": ["sparse"]}}, 400, None, "SPLADE"),
         ("/v1/encode/dense", {"items": ITEMS, "params": {"instruction": "x" * 5000}}, 400, None, "instruction"),
         ("/v1/encode/dense", {"items": ITEMS, "params": {"options": {"lora_id": "x"}}}, 400, None, "lora_id"),
+        (
+            "/v1/encode/dense",
+            {"items": ITEMS, "params": INTEGERS | UNSCALED},
+            400,
+            None,
+            "int8 is for vectors of length 1",
+        ),
+        ("/v1/encode/splade", {"items": ITEMS, "params": INTEGERS}, 400, None, "int8 is for vectors of length 1"),
+        ("/v1/encode/dense", {"items": ITEMS, "params": {"options": {"output_dtype": [1]}}}, 400, None, "output_dtype"),
+        ("/v1/encode/dense", {"items": ITEMS, "params": {"options": {"profile": "x"}}}, 400, None, "options.profile"),
+        (
+            "/v1/encode/dense",
+            {"items": ITEMS, "params": {"options": {"is_query": "false"}}},
+            400,
+            None,
+            "true or false",
+        ),
+        ("/v1/encode/dense", {"items": ITEMS, "params": {"options": {"normalize": 0}}}, 400, None, "true or false"),
+        ("/v1/extract/entities", {"items": ITEMS, "params": {"options": {"profile": "x"}}}, 400, None, "profile"),
         ("/v1/encode/dense", {}, 400, "INVALID_INPUT", "items"),
         ("/v1/extract/dense", {"items": ITEMS}, 400, None, "not a classifier"),
         ("/v1/extract/entities", {"items": ITEMS, "params": {"labels": ["CAT"]}}, 400, None, "LOC, PER"),

@@ -84,6 +84,13 @@ async def test_jinas_encoding_is_honoured(ask: Asking) -> None:
         ({"encoding_format": "bytes", "embedding_type": "binary"}, "embedding_type: is not for encoding_format bytes"),
         ({"encoding_format": "bytes", "embedding_type": "base64"}, "embedding_type: is not for encoding_format bytes"),
         ({"embed_dtype": "float16", "output_dtype": "int8"}, "embed_dtype: contradicts output_dtype"),
+        ({"return_multivector": True}, "return_multivector: is not supported; /pooling has vectors per token"),
+        (
+            {"task": "retrieval.reply"},
+            "task: the model has no prompt for 'retrieval.reply'; there are: query, document",
+        ),
+        ({"normalized": False, "output_dtype": "int8"}, "output_dtype: int8 is for vectors of length 1"),
+        ({"normalized": False, "embedding_type": "uint8"}, "embedding_type: uint8 is for vectors of length 1"),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(ask: Asking, fields: dict[str, Any], says: str) -> None:

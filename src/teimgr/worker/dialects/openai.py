@@ -40,10 +40,14 @@ _PROMPTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("query", "search_query", "retrieval.query"), http.QUERY_PROMPTS),
     **dict.fromkeys(("document", "passage", "search_document", "retrieval.passage"), http.DOCUMENT_PROMPTS),
 }
+# Tasks of Jina's models that others may have no prompt for: such texts have the default one.
+_TASKS = {*_PROMPTS, "retrieval", "text-matching", "separation", "classification", "clustering"}
+_TASKS |= {"code", "code.query", "code.passage"}
 _WITH_WEIGHTS = "text-matching"  # a prompt of models with weights by task alone
 _NOT_SERVED = {
     "messages": "contradict `input`; send one of the two",
     "late_chunking": "is not supported",
+    "return_multivector": "is not supported; /pooling has vectors per token",
     "embedding_types": "is Cohere's, of /v1/embed and /v2/embed; use output_dtype",
     "chunk_size": "is not supported",
 }
@@ -72,6 +76,7 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     truncate: Annotated[bool | Literal["NONE", "START", "END"] | None, Field(description="Jina's and NVIDIA's")] = None
     normalized: Annotated[bool | None, Field(description="false: vectors keep their length")] = None
     late_chunking: Annotated[bool | None, Field(description="not supported")] = None
+    return_multivector: Annotated[bool | None, Field(description="not supported")] = None
     # vLLM
     truncate_prompt_tokens: Tokens = None
     truncation_side: Side = None
@@ -108,6 +113,9 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
             raise http.BadRequest(400, message, element)
         if named and self.embed_dtype != "float32":
             raise http.BadRequest(400, f"embed_dtype: contradicts {element}", "embed_dtype")
+        if self.precision.needs_unit_vectors and self.normalized is False:
+            message = f"{element}: {named} is for vectors of length 1, and these keep their own"
+            raise http.BadRequest(400, message, element)
 
     @property
     def _element(self) -> str | None:
@@ -228,21 +236,29 @@ def _prompt_of_input_type(name: str | None, model: LoadedModel) -> str | None:
     """
     found = _prompt(name, model)
     if found is None and name and name not in _PROMPTS and model.prompts:
-        known, field = ", ".join(model.prompts), "input_type"
-        raise http.BadRequest(400, f"{field}: the model has no prompt for {name!r}; there are: {known}", field)
+        raise no_prompt("input_type", name, model)
     return found
+
+
+def no_prompt(field: str, name: str, model: LoadedModel, what: str = "prompt") -> http.BadRequest:
+    """The refusal of a role or task that the model knows nothing of."""
+    known = ", ".join(model.prompts)
+    return http.BadRequest(
+        400, f"{field}: the model has no {what} for {name[:_SHOWN_NAME]!r}; there are: {known}", field
+    )
 
 
 def _task(name: str | None, model: LoadedModel) -> str | None:
     """The same for Jina's `task`, which has its own weights in jina-embeddings-v3.
 
     Raises:
-        BadRequest: the model has weights by task, and none for this one.
+        BadRequest: the model has weights by task and none for this one, or prompts and the task is no known one.
     """
     found = _prompt(name, model)
     if found is None and name and _WITH_WEIGHTS in model.prompts:
-        known = ", ".join(model.prompts)
-        raise http.BadRequest(400, f"task: the model has no weights for {name!r}; there are: {known}", "task")
+        raise no_prompt("task", name, model, "weights")
+    if found is None and name and name not in _TASKS and model.prompts:
+        raise no_prompt("task", name, model)
     return found
 
 

@@ -188,6 +188,7 @@ def _extract_job(body: SieExtractRequest, served: http.ServedModel) -> http.JobS
     if unknown := [label for label in params.labels or () if label not in known]:
         shown = ", ".join(sorted(known)[:_MAX_SHOWN_LABELS])
         raise http.BadRequest(400, f"labels: {unknown[0][:80]!r} is not one of the model's: {shown}", "labels")
+    _check_options(params.options or {})
     _threshold(params)
     texts = [_text(item, f"items.{row}") for row, item in enumerate(body.items)]
     input_checks.need_texts(texts, "items")
@@ -260,12 +261,27 @@ def _job(body: SieEncodeRequest, inputs: Sequence[Input], served: http.ServedMod
         normalize=options.get("normalize") is not False and served.model.kind != Kind.SPARSE,
         pool_factor=_pool_factor(options),
     )
+    dtype = _dtype(params)
+    if Output.DENSE in chosen.outputs and _PRECISIONS[dtype].needs_unit_vectors and not chosen.normalize:
+        raise InvalidInput(f"output_dtype: {dtype} is for vectors of length 1, and these keep their own")
     return http.JobSpec(inputs, chosen)
+
+
+def _dtype(params: EncodeParams) -> str:
+    dtype = params.output_dtype or (params.options or {}).get("output_dtype") or "float32"
+    if not isinstance(dtype, str) or dtype not in _PRECISIONS:
+        raise InvalidInput(f"output_dtype: must be one of {', '.join(_PRECISIONS)}")
+    return dtype
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     if found := [name for name in _NOT_SERVED if options.get(name)]:
         raise http.BadRequest(400, f"options.{found[0]}: is not supported", "options")
+    if options.get("profile") not in (None, "default"):
+        raise http.BadRequest(400, "options.profile: must be default; other profiles are instances here", "options")
+    for name in ("is_query", "normalize"):
+        if not isinstance(options.get(name), bool | None):
+            raise http.BadRequest(400, f"options.{name}: must be true or false", "options")
 
 
 def _pool_factor(options: Mapping[str, Any]) -> float:
@@ -315,9 +331,7 @@ def _encoded(
     served: http.ServedModel, request: HttpRequest, body: SieEncodeRequest, job: Job, began: float
 ) -> HttpReply:
     params = body.params or EncodeParams()
-    dtype = params.output_dtype or (params.options or {}).get("output_dtype") or "float32"
-    if dtype not in _PRECISIONS:
-        raise InvalidInput(f"output_dtype: must be one of {', '.join(_PRECISIONS)}")
+    dtype = _dtype(params)
     vectors = {name: _vectors(name, job, served.model, dtype) for name in params.outputs}
     items = [
         ({} if item.id is None else {"id": item.id}) | {name: rows[row] for name, rows in vectors.items()}
