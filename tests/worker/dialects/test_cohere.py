@@ -90,8 +90,8 @@ async def test_an_output_dimension_is_obeyed(ask: Asking) -> None:
 
 async def test_values_are_converted_as_pydantic_does(ask: Asking) -> None:
     """As vLLM reads the same bodies."""
-    exact = (await ask.post("/v2/embed", request(output_dimension=8, max_tokens=4))).ok
-    lenient = (await ask.post("/v2/embed", request(output_dimension="8", max_tokens=4.0))).ok
+    exact = (await ask.post("/v2/embed", request(output_dimension=8, max_tokens=20))).ok
+    lenient = (await ask.post("/v2/embed", request(output_dimension="8", max_tokens=20.0))).ok
     assert lenient["embeddings"] == exact["embeddings"]
     refused = await ask.post("/v2/embed", request(output_dimension="all"))
     assert (refused.status, refused.json["message"].partition(":")[0]) == (400, "output_dimension")
@@ -112,7 +112,7 @@ async def test_truncation_is_at_the_end_the_start_or_refused(ask: Asking) -> Non
 
 
 async def test_texts_are_cut_to_the_tokens_asked_for(ask: Asking) -> None:
-    head, tail = [await ask.tokens("dense", [text]) - 2 for text in ("fog fog", "rain rain")]
+    head, tail = [await ask.tokens("dense", [f"document: {text}"]) for text in ("fog fog", "rain rain")]
     cut = (await ask.post("/v2/embed", request(texts=["fog fog rain rain"], max_tokens=head))).ok
     short = (await ask.post("/v2/embed", request(texts=["fog fog"]))).ok
     left = (await ask.post("/v2/embed", request(texts=["fog fog rain rain"], max_tokens=tail, truncate="START"))).ok
@@ -120,6 +120,10 @@ async def test_texts_are_cut_to_the_tokens_asked_for(ask: Asking) -> None:
 
     assert cut["embeddings"] == short["embeddings"]
     assert left["embeddings"] == end["embeddings"]
+    whole = request(texts=["fog fog", "fog fog rain rain"], max_tokens=head, truncate="NONE")
+    refused = await ask.post("/v2/embed", whole)
+    assert (refused.status, refused.json["message"]) == (400, f"`max_tokens` is {head} (input 1)")
+    assert (await ask.post("/v2/embed", whole | {"texts": ["fog fog"]})).ok["embeddings"] == short["embeddings"]
 
 
 async def test_inputs_may_be_contents_of_texts(ask: Asking) -> None:
@@ -127,12 +131,18 @@ async def test_inputs_may_be_contents_of_texts(ask: Asking) -> None:
     answer = (await ask.post("/v2/embed", request(texts=None, inputs=inputs))).ok
 
     assert answer["embeddings"] == (await ask.post("/v2/embed", request())).ok["embeddings"]
+    for more in ({"texts": []}, {"texts": [], "images": []}):
+        assert (await ask.post("/v2/embed", request(inputs=inputs, **more))).ok["embeddings"] == answer["embeddings"]
+    assert (await ask.post("/v2/embed", request(inputs=[]))).ok["embeddings"] == answer["embeddings"]
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         ({"texts": []}, "`texts` cannot be empty"),
+        ({"inputs": [{"content": [{"type": "text", "text": "fog"}]}]}, "inputs: contradicts texts; send one of them"),
+        ({"input_type": "reply"}, "input_type: the model has no prompt for 'reply'; there are: query, document"),
+        ({"max_tokens": 2}, "max_tokens: 2 leave no token of the text"),
         ({"texts": ["fog", ""]}, "`texts` cannot have an empty text"),
         ({"texts": None, "images": ["data:image/png;base64,"]}, "images.0: only text is supported by the model"),
         ({"embedding_types": ["float4"]}, "embedding_types"),

@@ -169,6 +169,14 @@ async def test_what_is_too_long_is_refused_unless_it_may_be_cut(ask: Asking) -> 
     assert ids["usage"]["prompt_tokens"] == 7
 
 
+async def test_a_text_that_special_tokens_make_too_long_is_cut(ask: Asking) -> None:
+    text = "fog and rain " * 2
+    count = await ask.tokens("dense", [text])
+    for limit in range(count - 4, count):
+        body = {"model": "dense", "input": text, "truncate_prompt_tokens": limit}
+        assert (await ask.post("/pooling", body)).ok["usage"]["prompt_tokens"] == limit
+
+
 LONG = "fog and rain " * 100
 ROUTES_OF_TEXTS = {
     "/v1/embeddings": ("dense", "input", {}),

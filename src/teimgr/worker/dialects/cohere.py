@@ -12,12 +12,13 @@ from pydantic import Field
 from teimgr.engine.job import InferOptions, Job, Output, Picture, pictures_of
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InvalidInput
-from teimgr.spec import Kind
+from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, input_checks
 from teimgr.worker.dialects import infinity, openai, rerank, tokens
+from teimgr.worker.dialects.truncation import Cut, fitted
 from teimgr.worker.images import SentImage, SentItem
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
@@ -44,7 +45,9 @@ class CohereEmbedRequest(http.LenientBody):
     ] = None
     embedding_types: list[EmbeddingType] | None = None
     output_dimension: http.U32 | None = None
-    max_tokens: Annotated[int | None, Field(ge=1, description="texts are cut to this many tokens")] = None
+    max_tokens: Annotated[
+        int | None, Field(ge=1, description="texts are cut to this many tokens, special ones and prompt included")
+    ] = None
     truncate: Literal["NONE", "START", "END", "none", "start", "end"] | None = None
 
     @property
@@ -56,13 +59,25 @@ class CohereEmbedRequest(http.LenientBody):
         kind.
         """
         given = [name for name in ("texts", "images", "inputs") if getattr(self, name)]
-        if "images" in given and len(given) > 1:
+        if len(given) > 1:
             raise http.BadRequest(400, f"{given[-1]}: contradicts {given[0]}; send one of them", given[-1])
         if self.images:
             return await images.built(inference, self.images, "images", SentImage)
-        if self.inputs is None:
-            return list(self.texts or ())
-        return await images.built(inference, self.inputs, "inputs", images.item_of_content)
+        if self.inputs:
+            return await images.built(inference, self.inputs, "inputs", images.item_of_content)
+        return list(self.texts or ())
+
+    def prompt_name(self, model: LoadedModel) -> str | None:
+        """The model's prompt for `input_type`; None, the default one, where it has none for one of Cohere's own.
+
+        Raises:
+            BadRequest: the model has prompts, and the name is neither one of them nor Cohere's.
+        """
+        name = self.input_type or ""
+        found = http.prompt_among(model, _PROMPTS.get(name, (name,)))
+        if found is None and name and name not in (*_PROMPTS, "image") and model.prompts:
+            raise openai.no_prompt("input_type", name, model)
+        return found
 
 
 def _embed(version: str) -> http.HttpHandler:
@@ -74,13 +89,16 @@ def _embed(version: str) -> http.HttpHandler:
         if len(texts) < len(items):
             inputs = await images.read_all(inference, items)
             return await inference.respond(lambda served: _job(version, body, inputs, served))
-        texts = await inference.truncated(texts, body.max_tokens, left=body.truncation == "START")
-        return await inference.respond(lambda served: _job_of_texts(version, body, texts, served))
+        how = Cut("max_tokens", body.prompt_name(inference.served.model), cuts=body.truncation != "NONE")
+        cut = await fitted(inference, [*texts], body.max_tokens, left=body.truncation == "START", how=how)
+        return await inference.respond(lambda served: _job_of_texts(version, body, cut, served))
 
     return handle
 
 
-def _job_of_texts(version: str, body: CohereEmbedRequest, texts: list[str], served: http.ServedModel) -> http.JobSpec:
+def _job_of_texts(
+    version: str, body: CohereEmbedRequest, texts: list[EngineInput], served: http.ServedModel
+) -> http.JobSpec:
     input_checks.need_texts(texts, "texts")
     return _job(version, body, texts, served)
 
@@ -90,13 +108,12 @@ def _job(
 ) -> http.JobSpec:
     if body.output_dimension == 0:
         raise InvalidInput("`output_dimension` should be positive")
-    prompts = _PROMPTS.get(body.input_type or "", (body.input_type or "",))
     options = InferOptions(
         outputs=frozenset({Output.DENSE}),
         truncate=body.truncation != "NONE",
         truncation_left=body.truncation == "START",
         names_side=body.truncate is not None,
-        prompt_name=http.prompt_among(served.model, prompts),
+        prompt_name=body.prompt_name(served.model),
         dimensions=body.output_dimension,
     )
     by_type = version == "2" or body.embedding_types is not None
@@ -125,7 +142,7 @@ def _echo(body: CohereEmbedRequest, inputs: Sequence[EngineInput]) -> dict[str, 
         for one in pictures_of(item)
         if isinstance(one, Picture)
     ]
-    texts = body.texts if body.texts is not None else [one for one in inputs if isinstance(one, str)]
+    texts = body.texts or [one for one in inputs if isinstance(one, str)]
     return {"texts": texts} | ({"images": pictures} if pictures else {})
 
 

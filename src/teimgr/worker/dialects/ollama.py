@@ -17,12 +17,11 @@ from pydantic import Field, WithJsonSchema
 
 from teimgr.engine.job import InferOptions, Job, Output
 from teimgr.engine.job import Input as EngineInput
-from teimgr.errors import InputTooLong
 from teimgr.spec import KEEP_ALIVE, LOAD_NS
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker import input_checks
-from teimgr.worker.dialects.truncation import fitted
+from teimgr.worker.dialects.truncation import Cut, fitted
 
 # Options of Ollama that change no vector here: sampling of generated text, and how its own process loads a model.
 _WITHOUT_EFFECT = frozenset(
@@ -106,7 +105,9 @@ async def embed(inference: http.HttpInference, request: HttpRequest) -> HttpRepl
     if not body.input:
         answer = {"model": body.model or inference.served.name, "embeddings": []}
         return _keeping(kept_s, http.json_reply(http.to_json(answer)))
-    inputs = await _fitted(inference, inference.inputs(body.input), limit, cuts=body.truncate is not False)
+    inputs = await fitted(
+        inference, inference.inputs(body.input), limit, left=False, how=Cut(_NUM_CTX, cuts=body.truncate is not False)
+    )
     load_ns = int(request.headers.get(LOAD_NS, "0"))
     return _keeping(kept_s, await inference.respond(partial(body.job, inputs, began_ns, load_ns)))
 
@@ -118,7 +119,7 @@ async def embeddings(inference: http.HttpInference, request: HttpRequest) -> Htt
     kept_s, limit = keep_alive_s(body.keep_alive), _token_limit(body.options)
     if not body.prompt:
         return _keeping(kept_s, http.json_reply(http.to_json({"embedding": []})))
-    inputs = await _fitted(inference, inference.inputs(body.prompt), limit, cuts=False)
+    inputs = await fitted(inference, inference.inputs(body.prompt), limit, left=False, how=Cut(_NUM_CTX, cuts=False))
     return _keeping(kept_s, await inference.respond(partial(body.job, inputs)))
 
 
@@ -172,21 +173,6 @@ def _token_limit(options: Mapping[str, Any] | None) -> int | None:
     if given < 1:
         raise http.BadRequest(400, f"options.{_NUM_CTX}: must be at least 1", "options")
     return int(given)
-
-
-async def _fitted(
-    inference: http.HttpInference, inputs: list[EngineInput], limit: int | None, *, cuts: bool
-) -> list[EngineInput]:
-    """The inputs, each of at most `limit` tokens; raises InputTooLong for one that has more, unless it is cut."""
-    if limit is None:
-        return inputs
-    cut = await fitted(inference, inputs, limit, left=False)
-    if not cuts and (longer := next((row for row, text in enumerate(cut) if text != inputs[row]), None)) is not None:
-        error = InputTooLong(f"`num_ctx` is {limit}", limit, f"more than {limit} tokens")
-        if len(inputs) > 1:
-            error.name_input(longer)
-        raise error
-    return cut
 
 
 async def _read(inference: http.HttpInference, request: HttpRequest, kind: type[BodyT]) -> BodyT:

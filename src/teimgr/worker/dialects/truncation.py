@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from teimgr.engine.job import Input as EngineInput
+from teimgr.errors import InputTooLong
 from teimgr.worker import http_inference as http
 
 _PAIR_TOKENS = 2  # the most special tokens that join two texts beyond those of one
@@ -31,19 +33,41 @@ def token_limit(tokens: int | None, served: http.ServedModel) -> int | None:
     return None if tokens is None or not 0 < tokens < served.model.max_input_length else tokens
 
 
+class Cut(NamedTuple):
+    """The field that bounds the tokens, the prompt that counts (None: the default one), and whether texts are cut."""
+
+    field: str = FIELD
+    prompt_name: str | None = None
+    cuts: bool = True
+
+
+_BY_DEFAULT = Cut()
+
+
 async def fitted(
-    inference: http.HttpInference, inputs: list[EngineInput], tokens: int | None, *, left: bool
+    inference: http.HttpInference, inputs: list[EngineInput], tokens: int | None, *, left: bool, how: Cut = _BY_DEFAULT
 ) -> list[EngineInput]:
-    """The inputs, each of at most `tokens` tokens, special ones and the default prompt included.
+    """The inputs, each of at most `tokens` tokens, special ones and the prompt included.
 
     Raises:
         BadRequest: that leaves none of a text.
+        InputTooLong: a text has more, and is not to be cut.
     """
     limit = token_limit(tokens, inference.served)
     if limit is None:
         return inputs
     inputs = await inference.as_texts(inputs)
-    return await inference.dispatcher.on_tokenizer_thread(lambda: [_fit(inference, one, limit, left) for one in inputs])
+    work = partial(_fit, inference, limit=limit, left=left, how=how)
+    cut = await inference.dispatcher.on_tokenizer_thread(lambda: [work(one) for one in inputs])
+    if (
+        not how.cuts
+        and (longer := next((row for row, text in enumerate(cut) if text is not inputs[row]), None)) is not None
+    ):
+        error = InputTooLong(f"`{how.field}` is {limit}", limit, f"more than {limit} tokens")
+        if len(inputs) > 1:
+            error.name_input(longer)
+        raise error
+    return cut
 
 
 async def fitted_documents(
@@ -56,17 +80,21 @@ async def fitted_documents(
     return await inference.dispatcher.on_tokenizer_thread(_fit_pairs, inference, queries, documents, limit, left)
 
 
-def _fit(inference: http.HttpInference, one: EngineInput, limit: int, left: bool) -> EngineInput:
+def _fit(inference: http.HttpInference, one: EngineInput, *, limit: int, left: bool, how: Cut) -> EngineInput:
+    """The input itself where it is short enough."""
     if isinstance(one, np.ndarray):
-        return one[-limit:] if left else one[:limit]
+        return one if len(one) <= limit else one[-limit:] if left else one[:limit]
     if not isinstance(one, str) or not one:
         return one
     engine = inference.dispatcher.engine
     text = engine.tokenizer.cut(one, limit, left=left)
-    over = len(engine.tokenize(text, True, None)) - limit
-    if over >= limit:
-        raise http.BadRequest(400, f"{FIELD}: {limit} leave no token of the text", FIELD)
-    return engine.tokenizer.cut(text, limit - over, left=left) if over > 0 else text
+    over = len(engine.tokenize(text, True, how.prompt_name)) - limit
+    if over <= 0:
+        return one if text == one else text
+    room = len(engine.tokenizer.tokenize(text, False, "")) - over
+    if room < 1:
+        raise http.BadRequest(400, f"{how.field}: {limit} leave no token of the text", how.field)
+    return engine.tokenizer.cut(text, room, left=left)
 
 
 def _fit_pairs(
