@@ -252,7 +252,7 @@ def _task(name: str | None, model: LoadedModel) -> str | None:
     """The same for Jina's `task`, which has its own weights in jina-embeddings-v3.
 
     Raises:
-        BadRequest: the model has weights by task and none for this one, or prompts and the task is no known one.
+        BadRequest: the model has weights by task or prompts, and none for this task, which Jina does not have either.
     """
     found = _prompt(name, model)
     if found is None and name and _WITH_WEIGHTS in model.prompts:
