@@ -227,9 +227,9 @@ def _read(
             layout = replace(layout, backbone=Backbone.TOKEN_CLASSIFICATION, scoring=scoring)
         case Kind.RERANKER | Kind.CLASSIFIER:
             layout = _scored(metadata, layout, render)
-    if layout.has_routes and layout.default_prompt_name is None:
-        role = "query" if layout.has_queries_by_default else "document"
-        layout = replace(layout, default_prompt_name=role)
+    role = "query" if layout.has_queries_by_default else "document"
+    if layout.has_routes and layout.default_prompt_name is None and not layout.prompts.get(role):
+        layout = replace(layout, default_prompt_name=role)  # with a prompt it has none: the library does not add it
     _check_task(metadata, layout)
     return replace(layout, warnings=_all_warnings(metadata, layout, pooling))
 
