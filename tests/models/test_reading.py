@@ -198,10 +198,14 @@ def test_static_embeddings_have_no_transformer_and_no_limit(
     assert (found.transformer_dir / "model.safetensors").is_file()
 
 
-def test_bare_model2vec_files_are_a_static_model(tmp_path: Path) -> None:
-    (build_static(tmp_path, layout="model2vec") / "modules.json").unlink()
-
-    assert read_layout(tmp_path).backbone is Backbone.STATIC
+@pytest.mark.parametrize("own", [{}, {"max_length": 7}])
+def test_without_modules_model2vecs_length_counts_and_not_tokenizer_json(own: dict[str, int], tmp_path: Path) -> None:
+    edit(build_static(tmp_path, layout="model2vec") / "config.json", **own)
+    edit(tmp_path / "tokenizer.json", truncation={"direction": "Left", "max_length": 9})
+    for longest, left in ((9, True), (own.get("max_length", 512), False)):
+        found = read_layout(tmp_path, strict=True)
+        assert (found.backbone, found.max_length, found.truncate_left) == (Backbone.STATIC, longest, left)
+        (tmp_path / "modules.json").unlink(missing_ok=True)
 
 
 def test_the_real_minilm_is_read() -> None:

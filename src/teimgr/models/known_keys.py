@@ -143,10 +143,10 @@ TOKENIZER = KnownKeys(
 
 # Of a Model2Vec table: how it was made.
 STATIC = KnownKeys(
-    honoured=_words("model_type architectures normalize"),
+    honoured=_words("model_type architectures normalize max_length"),
     harmless=_words(
         """tokenizer_name apply_pca apply_zipf sif_coefficient hidden_dim seq_length embedding_dtype cache_dir
-        vocabulary_quantization transformers_version max_length median_token_length language dtype torch_dtype
+        vocabulary_quantization transformers_version median_token_length language dtype torch_dtype
         vocab_size token_remove_pattern quantize_to"""
     ),
     only={"pooling": ("mean", None)},

@@ -131,16 +131,17 @@ def _longest(metadata: ModelMetadata, texts: dict[str, Any]) -> int:
 
 
 def _longest_of_table(metadata: ModelMetadata) -> int:
-    """The tokens of a text in an embedding table: StaticEmbedding leaves tokenizer.json's truncation on, and Model2Vec
-    has none.
-    """
-    return ENDLESS if metadata.config["model_type"] == MODEL2VEC else metadata.tokens.cuts_at or ENDLESS
+    """The tokens of a text in a table: by tokenizer.json, or without modules.json by Model2Vec's config.json."""
+    if metadata.chain.modules:
+        return metadata.tokens.cuts_at or ENDLESS
+    given = metadata.config.get("max_length", 512)
+    return ENDLESS if given is None else checked_length(given, "config.json")
 
 
 def _truncates_left(metadata: ModelMetadata) -> bool:
     """Whether too long texts lose their beginning where a request does not say."""
     if metadata.static:  # which the library has tokenizer.json alone cut
-        return metadata.tokens.cuts_left
+        return metadata.tokens.cuts_left and bool(metadata.chain.modules)
     kwargs = metadata.settings.get("processor_kwargs") or metadata.settings.get("tokenizer_args") or {}
     side = kwargs.get("truncation_side") or metadata.tokens.config.get("truncation_side")
     side = side or ("left" if metadata.tokens.cuts_left else "right")
