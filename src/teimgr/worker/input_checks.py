@@ -34,6 +34,13 @@ def need_no_instruction(model: LoadedModel, instruction: str | None) -> None:
         raise http.BadRequest(400, "instruction: is not supported", "instruction")
 
 
+def need_special_tokens(inputs: Sequence[EngineInput], add: bool | None) -> None:
+    """Raises BadRequest where texts are not to have the tokens that the model was trained with; ids are as they are."""
+    if add is False and any(isinstance(one, str) for one in inputs):
+        message = "add_special_tokens: false is not supported for texts; send token ids"
+        raise http.BadRequest(400, message, "add_special_tokens")
+
+
 def _refuse(are_empty: list[bool], refusal: str) -> None:
     """Raises EmptyInput if an input is empty, with its index if there are several."""
     if True in are_empty:

@@ -140,6 +140,28 @@ async def test_what_is_pooled_is_what_tei_gives(ask: Asking, model: str, task: s
         assert np.allclose(one["data"], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("path", ["/vllm/v1/embeddings", "/pooling"])
+async def test_vectors_have_the_length_and_the_dimensions_asked_for(ask: Asking, path: str) -> None:
+    async def found(**more: Any) -> Any:
+        data = (await ask.post(path, {"model": "dense", "input": TEXTS} | more)).ok["data"]
+        return [one["embedding"] if "embedding" in one else one["data"] for one in data]
+
+    unscaled = await ask.vectors("dense", TEXTS, normalize=False)
+    assert not np.allclose(np.linalg.norm(unscaled, axis=1), 1, atol=0.1)
+    for name in ("normalize", "use_activation"):
+        assert np.allclose(await found(**{name: False}), unscaled, atol=1e-5)
+    assert np.allclose(await found(dimensions=8), await ask.vectors("dense", TEXTS, dimensions=8), atol=1e-6)
+
+
+@pytest.mark.parametrize("older", ["activation", "softmax"])
+async def test_older_names_of_use_activation_count(ask: Asking, older: str) -> None:
+    body = {"model": "classifier", "input": TEXTS}
+    logits = (await ask.post("/classify", body | {"use_activation": False})).ok["data"]
+    assert (await ask.post("/classify", body | {older: False})).ok["data"] == logits
+    pooled = (await ask.post("/pooling", body | {older: False})).ok["data"]
+    assert np.allclose([one["data"] for one in pooled], [one["probs"] for one in logits], atol=1e-6)
+
+
 async def test_pooling_in_base64(ask: Asking) -> None:
     body = {"model": "dense", "input": TEXTS, "encoding_format": "base64"}
     data = (await ask.post("/pooling", body)).ok["data"]
@@ -313,6 +335,15 @@ async def test_pairs_are_cut_in_the_document(ask: Asking) -> None:
         ("/classify", {"model": "classifier", "input": [""]}, 400, "cannot have an empty text"),
         ("/pooling", {"model": "dense", "input": "a", "task": "token_classify"}, 400, "not supported"),
         ("/pooling", {"model": "dense", "input": "a", "task": "x"}, 400, "task"),
+        ("/pooling", {"model": "colbert", "input": "a", "dimensions": 8}, 400, "dimensions: is for task embed alone"),
+        ("/pooling", {"model": "dense", "input": "a", "add_special_tokens": False}, 400, "add_special_tokens: false"),
+        ("/classify", {"model": "classifier", "input": "a", "add_special_tokens": False}, 400, "add_special_tokens"),
+        (
+            "/vllm/v1/embeddings",
+            {"model": "dense", "input": "a", "add_special_tokens": False},
+            400,
+            "add_special_tokens",
+        ),
         ("/pooling", {"model": "dense", "input": "a fox", "truncate_prompt_tokens": 0}, 400, "at least 1"),
         ("/pooling", {"model": "dense", "input": "a fox", "truncate_prompt_tokens": 2}, 400, "no token"),
         ("/pooling", {"model": "dense", "messages": [{"role": "user", "content": "a"}]}, 400, "input: is missing"),

@@ -78,6 +78,9 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     late_chunking: Annotated[bool | None, Field(description="not supported")] = None
     return_multivector: Annotated[bool | None, Field(description="not supported")] = None
     # vLLM
+    normalize: Annotated[bool | None, Field(description="vLLM's `normalized`")] = None
+    use_activation: Annotated[bool | None, Field(description="vLLM's `normalized`")] = None
+    add_special_tokens: Annotated[bool | None, Field(description="false: for ids alone")] = None
     truncate_prompt_tokens: Tokens = None
     truncation_side: Side = None
     embed_dtype: EmbedDtype = "float32"
@@ -92,6 +95,10 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     ] = "text"
     embedding_types: Annotated[Any, Field(description="not supported")] = None
     chunk_size: Annotated[Any, Field(description="not supported")] = None
+
+    @property
+    def scales(self) -> bool:
+        return False not in (self.normalized, self.normalize, self.use_activation)
 
     @property
     def left(self) -> bool:
@@ -113,7 +120,7 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
             raise http.BadRequest(400, message, element)
         if named and self.embed_dtype != "float32":
             raise http.BadRequest(400, f"embed_dtype: contradicts {element}", "embed_dtype")
-        if self.precision.needs_unit_vectors and self.normalized is False:
+        if self.precision.needs_unit_vectors and not self.scales:
             message = f"{element}: {named} is for vectors of length 1, and these keep their own"
             raise http.BadRequest(400, message, element)
 
@@ -142,7 +149,7 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
             truncation_left=self.left,
             names_side=self.truncation_side is not None or self.truncate in ("START", "END"),
             prompt_name=_prompt_of_input_type(self.input_type, served.model) or _task(self.task, served.model),
-            normalize=self.normalized is not False,
+            normalize=self.scales,
             dimensions=dimensions,
         )
 
@@ -155,6 +162,8 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
         if type(self) is not OpenAIItemsRequest:  # whose images have no characters
             input_checks.need_inputs(inputs, "`input` cannot be an empty string or an empty array")
         how = self.in_base64, self.precision
+        if self.input is not None:  # a conversation has its own
+            input_checks.need_special_tokens(inputs, self.add_special_tokens)
         encode = partial(embedding_list, self.model or served.name, *how, big=self.endianness == "big")
         truncates = dialect != VLLM and served.spec.auto_truncate
         return http.JobSpec(inputs, self.options(served, truncates), encode, BATCH_LIMIT)

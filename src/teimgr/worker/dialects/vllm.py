@@ -39,6 +39,14 @@ class VllmRequest(http.LenientBody):
     truncate_prompt_tokens: Tokens = None
     truncation_side: Side = None
     user: str | None = None
+    use_activation: Annotated[bool | None, Field(description="false: logits, or vectors of any length")] = None
+    activation: Annotated[bool | None, Field(description="older name of use_activation")] = None
+    softmax: Annotated[bool | None, Field(description="older name of use_activation")] = None
+    add_special_tokens: Annotated[bool | None, Field(description="false: for ids alone")] = None
+
+    @property
+    def raw(self) -> bool:
+        return False in (self.use_activation, self.activation, self.softmax)
 
     @property
     def left(self) -> bool:
@@ -65,7 +73,6 @@ class VllmScoreRequest(VllmRequest):
     text_2: Text | None = None
     data_1: Text | None = None
     data_2: Text | None = None
-    use_activation: Annotated[bool | None, Field(description="false: logits instead of scores")] = None
     instruction: Annotated[
         str | None, Field(description="by models that read texts and images in one input; not supported by others")
     ] = None
@@ -137,7 +144,6 @@ class VllmClassifyRequest(VllmRequest):
     """Texts or ids to classify. `raw_scores` is Infinity's field: with it the answer has Infinity's form."""
 
     input: http.Input
-    use_activation: Annotated[bool | None, Field(description="false: logits instead of probabilities")] = None
     raw_scores: Annotated[bool | None, Field(description="Infinity's: answered in its form")] = None
 
 
@@ -150,7 +156,7 @@ class VllmPoolingRequest(VllmRequest):
     embed_dtype: EmbedDtype = "float32"
     endianness: Endianness = "native"
     normalize: bool | None = None
-    use_activation: bool | None = None
+    dimensions: Annotated[http.U32 | None, Field(description="leading dimensions to keep")] = None
     pool_factor: http.PoolFactor = 1.0
 
 
@@ -166,7 +172,7 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
     queries, documents = body.sides()
     inference.check_count(max(len(queries), len(documents)))
     documents = await fitted_documents(inference, queries, documents, body.truncate_prompt_tokens, left=body.left)
-    truncate, raw_scores = body.truncate_prompt_tokens is not None, body.use_activation is False
+    truncate, raw_scores = body.truncate_prompt_tokens is not None, body.raw
     found = await relevance(inference, queries, documents, truncate=truncate, raw_scores=raw_scores)
     return _scores(inference, body, found)
 
@@ -180,7 +186,7 @@ async def _score_items(inference: http.HttpInference, request: HttpRequest) -> H
     queries, documents = await body.contents(inference)
     read = await images.read_all(inference, [*queries, *documents])
     first, second = read[: len(queries)], read[len(queries) :]
-    raw_scores, instruction = body.use_activation is False, body.instruction
+    raw_scores, instruction = body.raw, body.instruction
     found = await relevance(inference, first, second, truncate=False, raw_scores=raw_scores, instruction=instruction)
     return _scores(inference, body, found)
 
@@ -198,6 +204,7 @@ async def _classify(inference: http.HttpInference, request: HttpRequest) -> Http
 
     def job(served: http.ServedModel) -> http.JobSpec:
         input_checks.need_texts(inputs, "input")
+        input_checks.need_special_tokens(inputs, body.add_special_tokens)
         input_checks.need_kind(served.model, (Kind.CLASSIFIER, Kind.RERANKER), "classification")
         labels = served.model.labels
 
@@ -208,7 +215,7 @@ async def _classify(inference: http.HttpInference, request: HttpRequest) -> Http
             ]
             return _list("classify", body.model or served.name, data, job.tokens)
 
-        return http.JobSpec(inputs, body.options(Output.SCORES, raw_scores=body.use_activation is False), encode)
+        return http.JobSpec(inputs, body.options(Output.SCORES, raw_scores=body.raw), encode)
 
     return await inference.respond(job)
 
@@ -228,10 +235,13 @@ async def _pooling(inference: http.HttpInference, request: HttpRequest) -> HttpR
 
 def _pooling_job(body: VllmPoolingRequest, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
     input_checks.need_texts(inputs, "input")
+    input_checks.need_special_tokens(inputs, body.add_special_tokens)
     output = _output(body.task, served)
-    normalize = body.normalize is not False and served.model.kind != Kind.SPARSE
-    logits, pool_factor = body.use_activation is False, body.pool_factor
-    options = body.options(output, normalize=normalize, raw_scores=logits, pool_factor=pool_factor)
+    if body.dimensions is not None and output is not Output.DENSE:
+        raise http.BadRequest(400, "dimensions: is for task embed alone", "dimensions")
+    normalize = body.normalize is not False and not body.raw and served.model.kind != Kind.SPARSE
+    how: dict[str, Any] = {"raw_scores": body.raw, "pool_factor": body.pool_factor, "dimensions": body.dimensions}
+    options = body.options(output, normalize=normalize, **how)
 
     def encode(job: Job) -> bytes:
         in_base64, big = body.encoding_format == "base64", body.endianness == "big"
