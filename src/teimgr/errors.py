@@ -80,6 +80,7 @@ class TeimgrError(Exception):
     """An error with a code and a message for the caller."""
 
     code: ClassVar[Code] = Code.INTERNAL_ERROR
+    UNTOLD: ClassVar[float] = -1.0  # in place of `retry_after_s`: it depends on an operator
     retry_after_s: float | None = None  # when to try again, where that was estimated
     input_index: int | None = None  # of the input at fault, if the call has several
 

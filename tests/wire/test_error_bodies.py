@@ -19,6 +19,7 @@ from teimgr.errors import (
     TokenRateExceeded,
     Unauthenticated,
     Unavailable,
+    error_from_code,
 )
 from teimgr.wire.error_bodies import (
     COHERE,
@@ -76,6 +77,8 @@ def test_voyages_error_is_its_detail() -> None:
         (ConcurrentTokensExceeded("quota"), 429, "RESOURCE_EXHAUSTED", 1),
         (Overloaded("queue", retry_after_s=3.2), 429, "RESOURCE_EXHAUSTED", 4),
         (Unavailable("starts"), 503, "UNAVAILABLE", 1),
+        (Stopped("by its user"), 503, "UNAVAILABLE", None),
+        (error_from_code(37, "no room", retry_after_s=TeimgrError.UNTOLD), 503, "UNAVAILABLE", None),
         (CallOverQuota("never"), 413, "RESOURCE_EXHAUSTED", None),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, TeimgrError) else None,

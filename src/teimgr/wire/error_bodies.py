@@ -42,7 +42,7 @@ class ErrorDetails(NamedTuple):
     message: str
     code: Code
     param: str | None = None
-    retry_after_s: int = RETRY_AFTER_S
+    retry_after_s: int | None = RETRY_AFTER_S
     kind: type[TeimgrError] = TeimgrError
     input_index: int | None = None
 
@@ -101,11 +101,9 @@ def _without_prefix(message: str) -> str:
 
 
 def _retry_after(dialect: str, details: ErrorDetails) -> dict[str, str]:
-    if details.status not in TRY_AGAIN:
+    if details.status not in TRY_AGAIN or details.retry_after_s is None:
         return {}
     loading = dialect == SIE and details.status == 503
-    if loading and details.kind is Stopped:
-        return {}  # its client would try again for minutes
     estimated = details.retry_after_s != RETRY_AFTER_S
     return {"retry-after": str(_SIE_LOADING_S if loading and not estimated else details.retry_after_s)}
 

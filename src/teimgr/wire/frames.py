@@ -192,7 +192,7 @@ def split_timings(payload: Received) -> tuple[Timings, Received]:
 
 def retry_after_ms(error: TeimgrError) -> int:
     """The `deadline_ms` of an ERROR frame: when to try again; 0 without an estimate."""
-    return int((error.retry_after_s or 0) * 1000)
+    return int(max(0.0, error.retry_after_s or 0.0) * 1000)
 
 
 def pack_error(error: TeimgrError) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from teimgr.errors import Code, TeimgrError, TenantQuotaReached
+from teimgr.errors import Code, Stopped, TeimgrError, TenantQuotaReached
 
 # Trailing metadata with the name of our code, which is finer than gRPC's statuses.
 CODE_KEY = "x-teimgr-code"
@@ -111,8 +111,10 @@ STATUS: dict[Code, StatusMapping] = {
 }
 
 
-def retry_after_s(error: TeimgrError) -> int:
-    """Whole seconds after which a caller may try again: 1 to 30; what is left of a load, and of a quota, for longer."""
+def retry_after_s(error: TeimgrError) -> int | None:
+    """Whole seconds after which to try again, 1 to 30, more for loads and quotas; None: it depends on an operator."""
+    if isinstance(error, Stopped) or error.retry_after_s == error.UNTOLD:
+        return None
     estimate = error.retry_after_s or RETRY_AFTER_S
     if isinstance(error, TenantQuotaReached):
         return math.ceil(max(estimate, RETRY_AFTER_S))
@@ -131,8 +133,8 @@ class GrpcStatus(NamedTuple):
     def of(cls, error: TeimgrError) -> GrpcStatus:
         mapping = STATUS[error.code]
         metadata: tuple[tuple[str, str], ...] = ((CODE_KEY, error.code.name),)
-        if mapping.http in TRY_AGAIN:
-            metadata = (*metadata, (PUSHBACK_KEY, str(retry_after_s(error) * 1000)))
+        if mapping.http in TRY_AGAIN and (seconds := retry_after_s(error)) is not None:
+            metadata = (*metadata, (PUSHBACK_KEY, str(seconds * 1000)))
         if error.input_index is not None:
             metadata = (*metadata, (INPUT_INDEX, str(error.input_index)))
         return cls(mapping.grpc, error.message[:MAX_MESSAGE_CHARS], metadata)

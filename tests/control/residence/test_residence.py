@@ -11,8 +11,9 @@ import pytest
 from tests.support.polling import eventually
 
 from teimgr.control.residence import residence as module
+from teimgr.control.residence.events import Refusal, Refuse
 from teimgr.control.residence.mux_calls import LoadsForMux
-from teimgr.control.residence.residence import Residence
+from teimgr.control.residence.residence import Residence, error_of
 from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Stopped, TeimgrError, Unavailable
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State
 from teimgr.wire.routing.directory import Directory
@@ -174,12 +175,15 @@ async def test_calls_that_wait_are_refused_when_their_model_goes(
 
 async def test_a_call_waits_no_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as (owner, residence):
+        owner.load_times["a"] = 0.01
         owner.declare_instance("a")
         with pytest.raises(Unavailable, match=r"was not loaded within 0\.05 s"):
             await call(residence, "a", 0.05)
         monkeypatch.setattr(module, "WAIT_LIMIT_S", 0.05)
-        with pytest.raises(Unavailable, match=r"was not loaded within 0\.05 s"):
+        with pytest.raises(Unavailable, match=r"was not loaded within 0\.05 s") as refused:
             await call(residence, "a", None)
+        assert refused.value.retry_after_s == 0.0  # the load is overdue
+    assert error_of(Refuse(1, Refusal.NO_ROOM, "no more can be")).retry_after_s == TeimgrError.UNTOLD
 
 
 async def test_a_call_that_names_an_allowed_model_has_an_instance_made() -> None:

@@ -44,7 +44,7 @@ from teimgr.control.residence.events import (
     eviction_reason,
     terms_of,
 )
-from teimgr.control.residence.model import Fleet, Phase, idle_until
+from teimgr.control.residence.model import Fleet, Phase, idle_until, time_left_s
 from teimgr.control.residence.policy import decide
 from teimgr.control.residence.rehearsal import Rehearsal, waits
 from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Overloaded, Stopped, TeimgrError, Unavailable
@@ -162,7 +162,10 @@ class Residence:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise Unavailable(f"Instance '{instance}' was not loaded within {limit_s:.3g} s") from None
+            error = Unavailable(f"Instance '{instance}' was not loaded within {limit_s:.3g} s")
+            model = self._fleet.models.get(instance)
+            error.try_after(None if model is None else time_left_s(model, self._now()))
+            raise error from None
         try:
             yield
         finally:
@@ -463,5 +466,5 @@ def error_of(refusal: Refuse) -> TeimgrError:
             error = Overloaded(refusal.reason)
         case _:
             error = Unavailable(refusal.reason)
-    error.try_after(refusal.retry_after_s)
+    error.try_after(TeimgrError.UNTOLD if refusal.why is Refusal.NO_ROOM else refusal.retry_after_s)
     return error

@@ -113,14 +113,10 @@ class Lease:
             raise Overloaded(retry_after_s=refusal.again_at - now)
 
     def _keep_refusal(self, call_class: object, size: int, timeout_s: float | None, retry_after_s: float) -> None:
-        """Keep a refusal for a part of the time that the worker named, so that it need not read calls to refuse them.
-
-        With a second or more of work ahead it does not run out of it meanwhile; a shorter wait is not worth keeping.
-        """
+        """Keep a refusal for a part of a long wait that the worker named: it need not read calls to refuse them."""
         if retry_after_s >= _MIN_RETRY_AFTER_S:
-            now = asyncio.get_running_loop().time()
-            until = now + retry_after_s * _REFUSAL_SHARE
-            self._replica.refusals[call_class] = Refusal(size, timeout_s, until, now + retry_after_s)
+            now, kept_s = asyncio.get_running_loop().time(), retry_after_s * _REFUSAL_SHARE
+            self._replica.refusals[call_class] = Refusal(size, timeout_s, now + kept_s, now + retry_after_s)
 
     async def _call(self, method: Method, payload: Payload, flags: int, timeout_s: float | None) -> WorkerReply:
         call = await self._replica.start(method, payload, flags, timeout_s)
