@@ -413,6 +413,16 @@ def test_prompts_go_before_the_text_and_may_be_left_out_of_the_pooling(
     assert_same(served.embed(TEXTS, prompt_name="document").vectors, reference(path, TEXTS, prompt_name="document"))
 
 
+def test_a_special_token_at_the_end_of_a_prompt_is_pooled_where_the_template_adds_none(
+    model_dir: Callable[..., Path], serve: Callable[..., Served]
+) -> None:
+    path = model_dir("bert", prompts={"query": "The fox [SEP]"}, default_prompt_name="query", include_prompt=False)
+    models.edit(path / "tokenizer.json", post_processor=None)
+    models.edit(path / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+
+    assert_same(serve(path).embed(TEXTS).vectors, reference(path, TEXTS))
+
+
 def test_dimensions_are_cut_before_the_norm(model_dir: Callable[..., Path], serve: Callable[..., Served]) -> None:
     served = serve(model_dir("bert"))
     raw = served.embed(TEXTS, normalize=False).vectors

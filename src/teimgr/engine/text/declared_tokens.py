@@ -38,6 +38,11 @@ def add_declared_tokens(tokenizer: Tokenizer, layout: Layout) -> None:
             tokenizer.add_tokens([token])
 
 
+def named_tokens(folder: Path) -> list[AddedToken]:
+    """The special tokens with a role: transformers' all_special_tokens, not all that tokenizer.json flags so."""
+    return _declared(folder)[1]
+
+
 def tokens_without_vectors(tokenizer: Tokenizer, layout: Layout) -> Iterator[str]:
     """A sentence for each declared token that is left out."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}

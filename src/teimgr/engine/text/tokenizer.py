@@ -17,6 +17,7 @@ from tokenizers import Encoding
 from teimgr.engine.batching.batch import Encoded, TokenizedTexts
 from teimgr.engine.job import InferOptions, Input, Pair, ZeroVector, characters
 from teimgr.engine.text.boundaries import Boundaries
+from teimgr.engine.text.declared_tokens import named_tokens
 from teimgr.engine.text.listwise import ListPrompt
 from teimgr.engine.text.templates import DOCUMENT, QUERY, CausalTemplate, PiecedTemplate, late_interaction_roles
 from teimgr.engine.text.tokenizer_library import TokenizerLibrary, load_tokenizer, unknown_id
@@ -183,6 +184,8 @@ class TextTokenizer:
         # The tokenizer's size does not tell whether there are any, and its largest id takes 0.1 s to find.
         self._check_result_ids = layout.vocabulary is not None
         self._pool_prompts = layout.include_prompt
+        named = () if layout.include_prompt else named_tokens(layout.transformer_dir)
+        self._named_ids = {tokenizer.token_to_id(token.content) for token in named}
         self._prompt_lens: dict[str, int] = {}
         self._instruction_end = layout.instruction_end
         self._roles = None if layout.late is None else late_interaction_roles(layout.late, max_length)
@@ -227,7 +230,9 @@ class TextTokenizer:
             return known
         bound = Truncation(self.max_length, left=False)
         _, encoding = self._deciding_cut(prompt, bound, self._shortener.first, self._add_specials)
-        length = min(len(encoding), self.max_length) - encoding.special_tokens_mask[-1]
+        # The template's last token, or the prompt's own.
+        ends_special = encoding.special_tokens_mask[-1] == 1 or encoding.ids[-1] in self._named_ids
+        length = min(len(encoding), self.max_length) - ends_special
         if len(prompt) <= _MAX_KEPT_CHARACTERS:
             if len(self._prompt_lens) >= _PROMPTS_KEPT:  # callers may send any text as a prompt
                 self._prompt_lens.clear()
