@@ -116,11 +116,13 @@ def webp_of(width: int, height: int) -> bytes:
     return b"RIFF" + (30).to_bytes(4, "little") + b"WEBPVP8X" + (10).to_bytes(4, "little") + canvas
 
 
-@pytest.mark.parametrize("data", [png_of(12_000, 12_000), webp_of(16_383, 16_383)], ids=["png", "webp"])
+@pytest.mark.parametrize(
+    "data", [png_of(12_000, 12_000), webp_of(16_383, 16_383), png_of(1, 65_600)], ids=["png", "webp", "one column"]
+)
 def test_a_bomb_is_refused_by_its_header_without_memory(data: bytes) -> None:
     assert len(data) < 20_000
     tracemalloc.start()
-    with pytest.raises(InvalidInput, match=r"\d+ x \d+ pixels, and 50,000,000 are allowed"):
+    with pytest.raises(InvalidInput, match=r"\d+ x \d+ pixels, and 50,000,000 are allowed, 65,536 on a side"):
         read_size(data)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -23,6 +23,7 @@ from teimgr.errors import InvalidInput
 
 MAX_PIXELS = 50_000_000
 """Of an image, by its header; also of all that are decoded at a time."""
+MAX_SIDE = 2**16  # for each line Pillow keeps a pointer, and for each pixel of a side numbers of a filter
 MAX_FILE_BYTES = 20 * 2**20
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 _IN_STEPS = ("JPEG", "PNG")  # decoded into memory of ours; the others' own is that of Pillow's module for them
@@ -96,10 +97,10 @@ def read_size(data: bytes) -> Size:
             width, height = image.size
     if width < 1 or height < 1:
         raise _broken(form)
-    if width * height > MAX_PIXELS:
+    if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
         raise InvalidInput(
-            f"Input validation error: the image has {width} x {height} pixels, and {MAX_PIXELS:,} are allowed: send it "
-            "smaller, models read some 224 x 224"
+            f"Input validation error: the image has {width} x {height} pixels, and {MAX_PIXELS:,} are allowed, "
+            f"{MAX_SIDE:,} on a side: send it smaller, models read some 224 x 224"
         )
     return Size(form, height, width) if found.turn in _ON_THE_SIDE else Size(form, width, height)
 
