@@ -32,7 +32,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _MAX_FAILURES = 4
 
 
-_USAGE = re.compile(rb'"usage":\{[^{}]*"total_tokens":(\d+)[^{}]*\}\}$')
+# Quotes of a client's text are escaped in a reply. Cohere counts the tokens of images beside those of texts.
+_USAGE = re.compile(rb'"(?:total|input)_tokens":(\d+)(?:,"images":\d+,"image_tokens":(\d+))?')
 _USAGE_BYTES = 256
 
 
@@ -129,24 +130,24 @@ def result_line(batch_id: str, request: InputRequest, answer: HttpReply | LineEr
     if isinstance(answer, LineError):
         data = b'%b"response":null,"error":%b}\n' % (head, orjson.dumps(answer._asdict()))
         return ResultLine(request.row, data, is_error=True)
-    body, is_error = bytes(answer.body), answer.status >= 400
+    body, status = bytes(answer.body), answer.status
     if not is_json(answer.headers.get("content-type", "")):
-        body, is_error = _not_json(body, is_error=is_error)
+        body, status = _not_json(body, status)
     request_id = orjson.dumps(f"{batch_id}-{request.row}")
-    response = b'{"status_code":%d,"request_id":%b,"body":%b}' % (answer.status, request_id, body)
+    response = b'{"status_code":%d,"request_id":%b,"body":%b}' % (status, request_id, body)
     data = b'%b"response":%b,"error":null}\n' % (head, response)
-    return ResultLine(request.row, data, is_error=is_error, tokens=_tokens(body))
+    return ResultLine(request.row, data, is_error=status >= 400, tokens=_tokens(body))
 
 
 def _tokens(body: bytes) -> int:
-    """The total of the `usage` that ends OpenAI's replies; 0 for another reply. Vectors are not parsed for it."""
-    found = _USAGE.search(body, max(0, len(body) - _USAGE_BYTES))
-    return int(found[1]) if found else 0
+    """The tokens that the end of a reply counts, 0 where it counts none. Vectors are not parsed for it."""
+    found = _USAGE.findall(body, max(0, len(body) - _USAGE_BYTES))
+    return sum(int(one) for one in found[-1] if one) if found else 0
 
 
-def _not_json(body: bytes, *, is_error: bool) -> tuple[bytes, bool]:
+def _not_json(body: bytes, status: int) -> tuple[bytes, int]:
     """The body as a JSON text where it is a sentence; vectors as bytes cannot stand in a line."""
-    if is_error:
-        return orjson.dumps(body.decode("utf-8", "replace")), True
+    if status >= 400:
+        return orjson.dumps(body.decode("utf-8", "replace")), status
     message = "encoding_format: a batch has room for JSON alone; use float or base64"
-    return orjson.dumps({"error": {"message": message, "type": "invalid_request_error"}}), True
+    return orjson.dumps({"error": {"message": message, "type": "invalid_request_error"}}), 400
