@@ -187,7 +187,8 @@ async def test_sies_score_takes_images_on_both_sides(ask: Asking) -> None:
     assert [by_id["item-0"], by_id["item-1"]] == pytest.approx((await scored(ask))[:2], abs=1e-6)
     assert answer["usage"]["images"] == 1
     body["query"]["images"] = [{"data": PLAIN}]
-    assert (await ask.post("/v1/score/judge", body)).ok["scores"]
+    usage = (await ask.post("/v1/score/judge", body)).ok["usage"]
+    assert (usage["images"], usage["pairs"]) == (2, 2)
 
 
 async def test_an_embedding_model_of_both_ranks_by_cosine(ask: Asking) -> None:

@@ -130,6 +130,7 @@ async def test_scores_are_sorted_and_ranked(ask: Asking, model: str) -> None:
     assert {one["item_id"] for one in scores} == {"a", "item-1", "item-2"}
     assert [one["score"] for one in scores] == sorted((one["score"] for one in scores), reverse=True)
     assert answer["usage"]["input_tokens"] > 0
+    assert answer["usage"]["pairs"] == 3
 
 
 async def test_the_rerankers_scores_are_teis(ask: Asking) -> None:

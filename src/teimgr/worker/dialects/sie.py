@@ -156,7 +156,7 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
         {"item_id": body.items[row].id or f"item-{row}", "score": float(found.scores[row]), "rank": rank}
         for rank, row in enumerate(http.best_first(found.scores))
     ]
-    usage = {"input_tokens": found.tokens, **_images(inputs)}
+    usage = {"input_tokens": found.tokens, **_images([query, *inputs]), "pairs": len(inputs)}
     answer = {"model": served.name, "query_id": body.query.id, "scores": scores, "usage": usage}
     return await inference.dispatcher.off_loop(_reply, request, answer)
 
