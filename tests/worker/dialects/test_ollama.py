@@ -38,6 +38,13 @@ async def test_nothing_to_embed_is_an_empty_answer(ask: Asking, empty: dict[str,
     assert (await ask.post(EMBEDDINGS, {"model": "dense", "prompt": empty.get("input") or ""})).ok == {"embedding": []}
 
 
+@pytest.mark.parametrize("name", ["dense:latest", "registry.ollama.ai/library/dense:latest"])
+async def test_openais_route_takes_ollamas_spellings_of_a_name(ask: Asking, name: str) -> None:
+    one, two = [(await ask.post("/v1/embeddings", {"model": each, "input": TEXTS})).ok for each in ("dense", name)]
+    assert one["data"] == two["data"]
+    assert (await ask.post("/v1/embeddings", {"model": "nope:latest", "input": TEXTS})).status == 404
+
+
 @pytest.mark.parametrize("name", ["dense", "dense:latest", "library/dense", "registry.ollama.ai/library/dense:latest"])
 async def test_a_name_may_be_written_as_ollama_writes_it(ask: Asking, name: str) -> None:
     assert (await ask.post(EMBED, {"model": name, "input": "fog"})).ok["model"] == name

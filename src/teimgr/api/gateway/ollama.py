@@ -60,13 +60,15 @@ def known_name(names: ModelNames, model: str | None) -> str | None:
     Raises:
         ModelNotFound: in Ollama's words, with similar names.
     """
-    if not model:
-        return model
-    for each in _spellings(model):
-        if names.model_id(each) is not None:
-            return each
-    names.check(model, "model '{}' not found")
+    if model:
+        model = spelt_here(names, model)
+        names.check(model, "model '{}' not found")
     return model
+
+
+def spelt_here(names: ModelNames, model: str) -> str:
+    """The known one of a name's spellings by Ollama's clients; otherwise the name itself."""
+    return next((each for each in _spellings(model) if names.model_id(each) is not None), model)
 
 
 def _spellings(model: str) -> Iterator[str]:
