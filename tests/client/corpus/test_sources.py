@@ -93,6 +93,27 @@ def test_lines_that_hold_no_text_have_the_reason(tmp_path: Path) -> None:
     assert batch["id"].to_pylist() == ["1", "2"]
 
 
+def test_a_blank_line_of_csv_is_no_row(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("\nid,text\n\n1,a\n\n\n2,b\n\n")
+    source = open_source(file)
+    for first_row, left in ((0, ["a", "b"]), (1, ["b"])):
+        [batch] = source.batches(first_row, 10)
+        assert batch["text"].to_pylist() == left
+        assert batch["fault"].null_count == len(left)
+
+
+def test_an_odd_line_of_json_fails_alone(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    huge = 10**30
+    nested = '{"text": "a", "x": ' + "[" * 300_000 + "]" * 300_000 + "}"
+    file.write_text(f'{{"id": 1, "text": "a"}}\n{nested}\n{{"id": {huge}, "text": "b"}}\n')
+    [batch] = open_source(file).batches(0, 10)
+    assert batch["text"].to_pylist() == ["a", None, "b"]
+    assert "recursion" in batch["fault"][1].as_py()
+    assert batch["id"].to_pylist() == ["1", None, str(huge)]
+
+
 def test_a_csv_field_may_be_as_long_as_a_text(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text(f"id,text\n1,{'a' * (16 << 20)}\n")

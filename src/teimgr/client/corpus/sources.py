@@ -301,7 +301,7 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[list[str]]:
     csv.field_size_limit(max(csv.field_size_limit(), _CSV_FIELD_CHARS))  # of the whole process, so never lowered
     reader = csv.reader(file)
     try:
-        yield from reader
+        yield from filter(None, reader)  # without blank lines
     except (csv.Error, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path}: after line {reader.line_num}: {error}") from error
 
@@ -406,7 +406,7 @@ def _decoded(line: bytes) -> tuple[str | None, str | None]:
 def _json_object(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return None, f"no JSON: {error}"
     return (row, None) if isinstance(row, dict) else (None, "no JSON object")
 
@@ -427,7 +427,7 @@ def _text_of(row: dict[str, Any] | None, column: str, fault: str | None) -> tupl
 def _type_of(values: list[Any]) -> pa.DataType:
     try:
         found = pa.array(values).type
-    except pa.ArrowException:
+    except (pa.ArrowException, OverflowError):
         return pa.utf8()
     return pa.utf8() if pa.types.is_null(found) else found
 
