@@ -1,7 +1,7 @@
 """Quantisation of vectors to fewer bits, each number on its own, so a vector never depends on its batch.
 
-Definitions of sentence-transformers' `quantize_embeddings`, except that int8 and uint8 always span -1 to 1, the range
-of unit vectors, instead of the range of the batch or of a calibration set.
+Definitions of sentence-transformers' `quantize_embeddings` (6.2), whose int8 is uint8 minus 128, except that int8 and
+uint8 always span -1 to 1, the range of unit vectors, instead of the range of the batch or of a calibration set.
 """
 
 from __future__ import annotations
