@@ -97,6 +97,17 @@ def test_an_unknown_key_that_is_switched_on_is_a_warning_and_a_refusal_where_str
         read_layout(bert, strict=True)
 
 
+@pytest.mark.parametrize("step", ["post_processor", "pre_tokenizer", "normalizer", "max_input_chars_per_word"])
+def test_a_step_that_the_class_makes_otherwise_is_a_warning(bert: Path, step: str) -> None:
+    edit(bert / TOKENIZER, tokenizer_class="BertTokenizer")
+    file = read(bert / "tokenizer.json")
+    other = {"max_input_chars_per_word": 3} if step.startswith("max") else {}
+    steps = {} if other else {step: None}
+    write(bert / "tokenizer.json", {**file, **steps, "model": {**file["model"], **other}})
+
+    assert warnings_of(bert) == (f"tokenizer.json has another {step} than BertTokenizer makes: the former counts",)
+
+
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
 def test_an_unknown_key_that_is_switched_off_is_none(bert: Path, value: object) -> None:
     write(bert / CONFIG, read(bert / CONFIG) | {"use_new_attention": value})

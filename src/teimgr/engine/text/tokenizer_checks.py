@@ -26,6 +26,8 @@ _MODELS = {
 # Model types of which transformers takes tokenizer.json as it is, whatever the class, or chooses the class itself.
 _CLASS_IS_IGNORED = ("modernbert", "modernbert-decoder", "mistral", "phi3", "qwen2")
 
+_FRAME = (("cls_token", "[CLS]"), ("sep_token", "[SEP]"))
+
 
 def contradictions(layout: Layout, tokenizer: Tokenizer) -> tuple[str, ...]:
     """A sentence for each setting of tokenizer_config.json that `tokenizer` does not follow."""
@@ -33,6 +35,7 @@ def contradictions(layout: Layout, tokenizer: Tokenizer) -> tuple[str, ...]:
         return ()  # converted from tokenizer_config.json, or without special tokens
     config = TokenFiles(layout.transformer_dir).config
     left = (*tokens_without_vectors(tokenizer, layout), *_other_models(layout, config, tokenizer))
+    left += tuple(_other_steps(layout, config, tokenizer))
     return left + tuple(
         f"tokenizer_config.json has {key} = {str(given).lower()}{'' if key in config else ' by default'}, and "
         "tokenizer.json does otherwise: the latter counts"
@@ -67,6 +70,26 @@ def _other_models(layout: Layout, config: dict[str, Any], tokenizer: Tokenizer) 
     ignored = "auto_map" in config or layout.config.get("model_type") in _CLASS_IS_IGNORED
     if declared is not None and used in _MODELS.values() and used != declared and not ignored:
         yield (f"{_class_of(layout, config)[1]}, which is {declared}, and tokenizer.json has {used}: the latter counts")
+
+
+def _other_steps(layout: Layout, config: dict[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
+    """A sentence for each step that transformers' BertTokenizer makes itself and tokenizer.json has otherwise."""
+    ignored = "auto_map" in config or layout.config_is_changed or layout.config.get("model_type") in _CLASS_IS_IGNORED
+    if ignored or _own(layout, config) != "Bert" or type(tokenizer.model).__name__ != "WordPiece":
+        return
+    text = TokenFiles(layout.transformer_dir).text
+    frame = [tokenizer.token_to_id(text(role) or usual) for role, usual in _FRAME]
+    framed = tokenizer.encode("a").ids
+    kinds = {
+        "post_processor": [framed[0], framed[-1]] == frame,
+        "pre_tokenizer": type(tokenizer.pre_tokenizer).__name__ == "BertPreTokenizer",
+        "normalizer": type(tokenizer.normalizer).__name__ == "BertNormalizer",
+        "unk_token": tokenizer.model.unk_token == (text("unk_token") or "[UNK]"),
+        "max_input_chars_per_word": tokenizer.model.max_input_chars_per_word == 100,
+    }
+    for kind, same in kinds.items():
+        if not same:
+            yield f"tokenizer.json has another {kind} than {_class_of(layout, config)[0]} makes: the former counts"
 
 
 def _compared(
