@@ -36,20 +36,6 @@ async def test_the_scores_are_those_of_the_instances_port(ask: Asking, path: str
     assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank", "/vllm/rerank", "/jina/v1/rerank"])
-async def test_an_embedding_model_ranks_texts_by_cosine_as_it_does_images(ask: Asking, path: str) -> None:
-    answer = (await ask.post(path, request(model="dense", top_n=3))).ok
-
-    [query] = await ask.vectors("dense", [QUERY], prompt_name="query")
-    truth = await ask.vectors("dense", DOCUMENTS, prompt_name="document") @ query
-    assert [one["index"] for one in answer["results"]] == np.argsort(-truth)[:3].tolist()
-    assert np.allclose([one["relevance_score"] for one in answer["results"]], np.sort(truth)[::-1][:3], atol=1e-5)
-    of_tokens = (await ask.post(path, request(model="colbert", documents=["lamps", QUERY]))).ok["results"]
-    assert [one["index"] for one in of_tokens] == [1, 0]
-    long = request(model="dense", documents=["fog", "rain " * 200])
-    assert (await ask.post(path, long)).status == (400 if "vllm" in path else 200)
-
-
 @pytest.mark.parametrize(("path", "version"), [("/v1/rerank", "1"), ("/v2/rerank", "2")])
 async def test_coheres_meta_bills_searches(ask: Asking, path: str, version: str) -> None:
     answer = (await ask.post(path, request(documents=DOCUMENTS * 26))).ok
@@ -165,7 +151,7 @@ async def test_documents_are_cut_to_the_tokens_asked_for(ask: Asking) -> None:
         (request(documents=[]), 400, "`documents` cannot be empty"),
         (request(documents=[{"image": "x"}]), 400, "documents.0: only text is supported by the model reranker"),
         (request(documents=None), 400, "documents"),
-        (request(model="classifier"), 400, "kind classifier and does not do reranking"),
+        (request(model="dense"), 400, "kind embedding and does not do reranking"),
         (request(model="rerankr"), 404, "did you mean 'reranker'"),
         (request(model="idle"), 503, "is not running"),
         (request(top_n=-1), 400, "top_n"),

@@ -166,8 +166,6 @@ def handler(form: RerankForm) -> http.HttpHandler:
         left = body.truncation_side == "left"
         texts = await fitted_documents(inference, [body.query], texts, body.truncate_prompt_tokens, left=left)
         try:
-            if inference.served.model.kind in _OUTPUT_OF_KIND:
-                return await _ranked(inference, body, answers, body.query, texts, refuses=answers.refuses)
             return await inference.respond(lambda served: _job(body, texts, answers, served))
         except InputTooLong as error:
             if answers is not VLLM:
@@ -185,26 +183,11 @@ async def _rank_items(inference: http.HttpInference, body: RerankRequest, form: 
         raise http.BadRequest(400, "truncate_prompt_tokens, max_tokens_per_doc: are not for requests with images")
     items = await images.built(inference, body.documents, "documents", _item)
     query, *inputs = await images.read_all(inference, [_item(body.query, "query"), *items], first=-1)
-    refuses = form.refuses and inference.served.model.kind == Kind.RERANKER
-    return await _ranked(inference, body, form, query, inputs, refuses=refuses)
-
-
-async def _ranked(
-    inference: http.HttpInference,
-    body: RerankRequest,
-    form: RerankForm,
-    query: Input,
-    inputs: Sequence[Input],
-    *,
-    refuses: bool,
-) -> HttpReply:
-    """The answer by `relevance`; `refuses` what is too long, unless the request says otherwise."""
     if not inputs:
         raise EmptyInput("`documents` cannot be empty")
     served = inference.served
-    by_default = served.spec.auto_truncate and not refuses
+    by_default = served.spec.auto_truncate and not (form.refuses and served.model.kind == Kind.RERANKER)
     truncate = by_default if body.truncation is None else body.truncation
-    truncate |= body.truncate_prompt_tokens is not None
     found = await relevance(
         inference,
         [query],
