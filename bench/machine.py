@@ -57,6 +57,11 @@ def describe() -> dict[str, Any]:
     }
 
 
+def vendor() -> str:
+    """Who made the CPU, in the words of /proc/cpuinfo; "" if it does not say."""
+    return _processor().get("vendor_id", "")
+
+
 def instruction_set(machine: Mapping[str, Any]) -> str:
     """The instruction set of a described machine that decides how fast an engine is, such as `avx2`."""
     return next((name for flag, name in _SETS.items() if flag in machine["instruction_sets"]), "baseline")

@@ -126,19 +126,23 @@ WIDE = D | {"num_key_value_heads": 4, "sliding_window": 1100, "max_position_embe
 
 
 @pytest.mark.parametrize(
-    ("config", "width"),
+    ("config", "longest", "width"),
     [
-        (transformers.MistralConfig(**WIDE), None),
-        (transformers.MistralConfig(**WIDE, is_causal=False), 1100),  # the library's mask has a token more
-        (transformers.PhimoeConfig(**WIDE, num_local_experts=2), 1100),  # the window is in the mask alone
-        (transformers.MistralConfig(**WIDE | {"sliding_window": 1024}, is_causal=False), None),  # the gate sees it
-        (transformers.MistralConfig(**WIDE | {"sliding_window": 1400}, is_causal=False), None),
-        (transformers.Qwen2Config(**WIDE, use_sliding_window=False), None),
-        (transformers.BertConfig(**D), None),
+        (transformers.MistralConfig(**WIDE), 1400, None),
+        (transformers.MistralConfig(**WIDE, is_causal=False), 1400, 1100),  # the library's mask has a token more
+        (transformers.MistralConfig(**WIDE, is_causal=False), 1100, None),  # no text reaches it
+        (transformers.PhimoeConfig(**WIDE, num_local_experts=2), 1400, 1100),  # the window is in the mask alone
+        (
+            transformers.MistralConfig(**WIDE | {"sliding_window": 1024}, is_causal=False),
+            1400,
+            None,
+        ),  # the gate sees it
+        (transformers.Qwen2Config(**WIDE, use_sliding_window=False), 1400, None),
+        (transformers.BertConfig(**D), 1400, None),
     ],
     ids=lambda given: getattr(given, "model_type", str(given)),
 )
 def test_a_window_that_the_gate_does_not_reach_is_left_to_the_library_unless_layers_hand_it_on(
-    config: transformers.PreTrainedConfig, width: int | None
+    config: transformers.PreTrainedConfig, longest: int, width: int | None
 ) -> None:
-    assert unproved_window(transformers.AutoModel.from_config(config)) == width
+    assert unproved_window(transformers.AutoModel.from_config(config), longest) == width

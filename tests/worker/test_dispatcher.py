@@ -504,3 +504,18 @@ async def test_thousands_of_calls_wait_by_default_and_as_many_as_max_waiting_say
     limited = Dispatcher(WorkerSpec(name="i", model_id="m", port=1, max_concurrent_requests=3, max_waiting=2))
     limited.attach(cast(Engine, FakeEngine()))
     assert [bool(ask(limited).replies) for _ in range(7)] == [False] * 5 + [True] * 2
+
+
+async def test_queries_that_leave_the_interactive_lane_do_not_wait_for_the_bulk_work_of_their_key() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine, calls=100)
+    calls = [Asked() for _ in range(6)]
+    for number, call in enumerate(calls):
+        call.lane, call.context = Lane.INTERACTIVE, RequestContext(str(number))
+        call.context.tenant = 0 if number else 7  # another key, once
+        dispatcher.infer(call, ["fog"], InferOptions(), lambda job: CallReply(b""))
+    await asyncio.sleep(0)
+
+    assert [job.lane for job in engine.jobs] == [Lane.INTERACTIVE] * 5 + [Lane.BULK]
+    assert [job.share.tenant for job in engine.jobs] == [0] * 5 + [~0]
+    dispatcher.close()

@@ -7,7 +7,6 @@ No mask function is registered under that name, so transformers builds no mask a
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -172,8 +171,9 @@ WIDEST_PROBED_WINDOW = 1024
 """Tokens. The fidelity gate has no text that is longer than a wider window: it would cost seconds of every load."""
 
 
-def unproved_window(module: torch.nn.Module) -> int | None:
-    """The width of a window of which packed attention may differ from the library's, unseen by the fidelity gate.
+def unproved_window(module: torch.nn.Module, longest: int) -> int | None:
+    """The width of a window, less than the `longest` text, of which packed attention may differ from the library's,
+    unseen by the fidelity gate.
 
     A causal layer that hands its window to attention is right by construction. The library's masks of bidirectional
     attention have a token more on each side than its kernels, and some layers leave the window to the mask alone.
@@ -184,8 +184,7 @@ def unproved_window(module: torch.nn.Module) -> int | None:
     if getattr(config, "use_sliding_window", None) is False or (kinds and not any("sliding" in kind for kind in kinds)):
         return None
     widths = [getattr(config, key, None) for key in WINDOW_KEYS]
-    room = getattr(config, "max_position_embeddings", None) or math.inf
-    wide = [width for width in widths if isinstance(width, int) and WIDEST_PROBED_WINDOW < width < room]
+    wide = [width for width in widths if isinstance(width, int) and WIDEST_PROBED_WINDOW < width < longest]
     if not wide:
         return None
     layers = [layer for layer in module.modules() if hasattr(layer, "is_causal")]

@@ -42,6 +42,9 @@ _FUSABLE = (("dense", "intermediate_act_fn"), ("lin1", "activation"))
 _TYPICAL_TOKENS = 256
 
 
+_ANY_LENGTH = 1 << 30  # of a text
+
+
 class Batching(Enum):
     """How a batch is run.
 
@@ -57,13 +60,16 @@ class Batching(Enum):
 
 
 class Transformer:
-    """A loaded transformer on a device; `dtype` and `batching` change only at load.
+    """A loaded transformer on a device; `dtype` and `batching` change only at load. No text has more than `longest`
+    tokens.
 
     `module` computes hidden states. Where it is part of a model with a head, `owner` is that model, so that both change
     dtype together.
     """
 
-    def __init__(self, module: Any, position_offset: int, device: torch.device, owner: Any = None) -> None:
+    def __init__(
+        self, module: Any, position_offset: int, device: torch.device, owner: Any = None, longest: int = _ANY_LENGTH
+    ) -> None:
         parameters = inspect.signature(module.forward).parameters
         self._module = module
         self._owner = module if owner is None else owner
@@ -80,7 +86,7 @@ class Transformer:
         self._graphs: ForwardGraphs | None = None
         rotary = own_rotary(module)
         self._trained = None if rotary is None else rotary.trained  # longer texts have positions by their length
-        self._alone = _why_alone(module)
+        self._alone = _why_alone(module, longest)
         self._task = task_of(module)
 
     def placed(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -269,11 +275,11 @@ class WholeModel(UnpackedTransformer):
         return logits if logits.dim() == 2 else logits.flatten(0, 1)
 
 
-def _why_alone(module: Any) -> str:
+def _why_alone(module: Any, longest: int) -> str:
     """Why texts of several lengths cannot be computed together; "" where they can."""
     if depends_on_batch(module):
         return "its results depend on the other texts of a batch"
-    if (width := unproved_window(module)) is not None:
+    if (width := unproved_window(module, longest)) is not None:
         return f"its window of {width} tokens is not compared with the library's"
     return ""
 

@@ -131,6 +131,10 @@ class Share(NamedTuple):
     weight: int = 1
     priority: int = 1
 
+    def aside(self) -> Share:
+        """That of the tenant's queries which are computed in the bulk lane: they do not wait for its own bulk work."""
+        return self._replace(tenant=~self.tenant)
+
 
 EQUAL = Share()
 """Of calls without a key."""

@@ -207,7 +207,7 @@ def load_model(layout: Layout, device: torch.device, *, is_known: bool = False) 
         return Model(reader, _heads_of(layout, reader.width, device))
     module = (load_plain_module(layout, device) if is_known else None) or load_module(layout, device)
     if layout.backbone is Backbone.ENCODER:
-        transformer = Transformer(module, layout.position_offset, device)
+        transformer = Transformer(module, layout.position_offset, device, longest=layout.max_length)
         return Model(transformer, _heads_of(layout, transformer.width, device))
     if layout.backbone is Backbone.SEQ2SEQ_LM:
         assert layout.scoring is not None
@@ -260,7 +260,7 @@ def _with_library_head(layout: Layout, module: Any, device: torch.device) -> Mod
     if heads is None:
         log.warning("the whole model runs for every run of equal lengths: its head does not run on its own")
         return Model(whole, over_logits)
-    backbone = Transformer(library.backbone, layout.position_offset, device, owner=module)
+    backbone = Transformer(library.backbone, layout.position_offset, device, module, layout.max_length)
     return Model(backbone, heads, (whole, over_logits))
 
 

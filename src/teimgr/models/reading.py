@@ -475,11 +475,14 @@ def _check_task(metadata: ModelMetadata, layout: Layout) -> None:
     named = metadata.settings.get("transformer_task")
     if named not in (None, *_TASKS):
         raise ModelLoadFailed(f"the transformer's task is {named}, which is not served")
-    if metadata.chain.has("SpladePooling") or layout.kind in (Kind.EMBEDDING, Kind.MULTI_VECTOR):
-        reads = "fill-mask" if metadata.chain.has("SpladePooling") else _DEFAULT_TASK
-        task = named or ("fill-mask" if metadata.chain.first == "MLMTransformer" else _DEFAULT_TASK)
-        if task != reads:
-            raise ModelLoadFailed(f"the transformer's task is {task}, and the modules behind it are served for {reads}")
+    task = named or ("fill-mask" if metadata.chain.first == "MLMTransformer" else _DEFAULT_TASK)
+    reads = None
+    if metadata.chain.has("SpladePooling"):
+        reads = "fill-mask"
+    elif task == "fill-mask" and layout.kind in (Kind.EMBEDDING, Kind.MULTI_VECTOR):
+        reads = _DEFAULT_TASK
+    if reads not in (None, task):
+        raise ModelLoadFailed(f"the transformer's task is {task}, and the modules behind it are served for {reads}")
     in_template = layout.scoring is not None and layout.scoring.template is not None
     if not in_template and "message" in (metadata.settings.get("modality_config") or {}):
         raise ModelLoadFailed("the model puts every text into a chat template, which is served for rerankers alone")

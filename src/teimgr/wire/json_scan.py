@@ -155,7 +155,7 @@ def _may_come(text: Text, at: int, name: str) -> Steps[bool]:
     key = name.encode()
     sought = {b'"%b"' % key, *(b"\\u00%x" % (letter >> 4) for letter in key)}
     while at < len(text):
-        end = at + _SEARCHED_BYTES
+        end = at + _SEARCHED_BYTES // 4  # for the first steps, which an event loop takes without a pause
         if any(text.find(one, at, end + len(key) + 1) >= 0 for one in sought):
             return True
         at = end

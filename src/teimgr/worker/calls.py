@@ -97,7 +97,7 @@ class WorkerCall:
     """
 
     __slots__ = (
-        *("context", "deadline", "has_deadline", "is_part", "lane", "may_wait", "output_dtype", "received"),
+        *("context", "deadline", "gave_way", "has_deadline", "is_part", "lane", "may_wait", "output_dtype", "received"),
         *("size_bytes", "streamed"),
     )
 
@@ -118,6 +118,7 @@ class WorkerCall:
         self.may_wait = may_wait
         self.streamed = streamed
         self.is_part = False
+        self.gave_way = False
         self.context = CURRENT.get()
         self.output_dtype = "f32"
 
@@ -137,6 +138,7 @@ class WorkerCall:
     def give_way(self) -> None:
         """Have it computed in the bulk lane."""
         self.lane = Lane.BULK
+        self.gave_way = True
 
     def note_output_dtype(self, name: str) -> None:
         """Name the number format of its vectors, for traces."""

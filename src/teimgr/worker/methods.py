@@ -268,7 +268,7 @@ def _answer_off_loop(dispatcher: Dispatcher, call: MethodCall, work: Callable[[]
         payload = await dispatcher.on_tokenizer_thread(work)
         dispatcher.answer(call, CallReply(within(payload, dispatcher.spec.max_message_bytes)))
 
-    dispatcher.admit_async(call, answer)
+    dispatcher.admit_async(call, answer, computes=False)
 
 
 # HTTP requests that the daemon's gateway forwards.

@@ -50,6 +50,15 @@ def test_what_a_loaded_worker_may_still_take_is_not_promised_again() -> None:
     assert (tried.free(""), ledger.free("")) == (200 * MIB, 110 * MIB)
 
 
+def test_what_an_adopted_worker_takes_is_in_every_report_already() -> None:
+    ledger, taken = Ledger(), Footprint(host_bytes=50 * MIB, device_bytes=300 * MIB)
+    ledger.report("", "host memory", 1000 * MIB, 500 * MIB)
+    ledger.report("GPU-1", "GPU 0", 1000 * MIB, 700 * MIB, is_card=True)
+    held = ledger.hold("a", 0, Footprint(host_bytes=0), CARD, is_settled=True)
+    ledger.settle(held, Footprint(host_bytes=80 * MIB, device_bytes=300 * MIB), taken)
+    assert (ledger.free("GPU-1"), ledger.free("")) == (700 * MIB, 470 * MIB - HEADROOM_BYTES)
+
+
 def test_a_report_of_the_host_shows_nothing_of_a_card() -> None:
     ledger = Ledger()
     ledger.report("", "host memory", 1000 * MIB, 500 * MIB)

@@ -41,9 +41,9 @@ class ScriptedOwner:
         self.refused_loads: list[Exception] = []
         self.lost_places = 0  # how many instances go before the call that they are made for
 
-    def declare_instance(self, name: str, **keys: object) -> None:
+    def declare_instance(self, name: str, state: State = State.UNLOADED, **keys: object) -> None:
         self.specs[name] = InstanceSpec(name=name, model_id=name, load="on_demand", **keys)  # type: ignore[arg-type]
-        self.publish(name, State.UNLOADED)
+        self.publish(name, state)
 
     def publish(self, name: str, state: State) -> None:
         self.directory.publish(RouteEntry(name, name, state, on_demand=True))
@@ -170,7 +170,8 @@ async def test_calls_that_wait_are_refused_when_their_model_goes(
             owner.publish("a", state)
         with pytest.raises(error) as refused:
             await waiting
-        assert refused.value.retry_after_s == (failure[1] if failure else None)
+        told = TeimgrError.UNTOLD if state is State.STOPPED else None
+        assert refused.value.retry_after_s == (failure[1] if failure else told)
 
 
 async def test_a_call_waits_no_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +274,30 @@ async def test_the_calls_of_a_load_count_from_its_start() -> None:
         owner.counts["a"] = {"w": (4, 0)}
         await residence.rehearsal()
         assert residence._fleet.models["a"].calls == 4
+
+
+async def test_the_calls_of_adopted_workers_came_before() -> None:
+    """The instance is starting until they are taken over."""
+    async with running() as (owner, residence):
+        owner.counts["a"] = {"w": (100_000, 0)}
+        owner.declare_instance("a", state=State.STARTING)
+        owner.publish("a", State.RUNNING)
+        await eventually(lambda: residence.phases() == {"a": "loaded"})
+        for counts, calls in (({"w": (100_000, 0)}, 0), ({"w": (100_001, 0)}, 1)):
+            owner.counts["a"] = counts
+            await residence.rehearsal()
+            assert residence._fleet.models["a"].calls == calls
+
+
+async def test_a_deleted_instance_whose_name_could_be_a_models_id_is_not_made_again() -> None:
+    async with running() as (owner, residence):
+        owner.declare_instance("owner/model")
+        waiting = asyncio.create_task(call(residence, "owner/model"))
+        await owner.loaded.wait()
+        owner.remove("owner/model")
+        with pytest.raises(InstanceNotFound):
+            await waiting
+        assert not owner.asked
 
 
 @pytest.mark.parametrize("state", [None, State.STOPPED], ids=["deleted", "stopped"])

@@ -223,9 +223,11 @@ class Advisor:
         if self._clock() < record.until:
             return
         seen = self._observe(record.instance, cards, record.window_secs * (1 + record.extensions))
-        is_met, figures = verdict(record.expects, seen, self._seen_part * record.window_secs)
-        if is_met is None and record.extensions < _MAX_EXTENSIONS:
-            record.extensions += 1
+        least_s = self._seen_part * record.window_secs
+        is_met, figures = verdict(record.expects, seen, least_s)
+        is_unseen = seen.span_s < least_s  # as after a restart of the daemon, which says nothing of the change
+        if is_met is None and (is_unseen or record.extensions < _MAX_EXTENSIONS):
+            record.extensions += not is_unseen
             record.until = self._clock() + record.window_secs
         elif is_met:
             record.ends("kept", figures)

@@ -219,6 +219,7 @@ class Ledger:
         reserved.
         """
         before, was_settled, now = reservation.footprint, reservation.is_settled, now or measured
+        is_adopted = was_settled and reservation.reading is None
         overrun = self._overrun(reservation, measured)
         if was_settled:
             measured = replace(
@@ -227,6 +228,9 @@ class Ledger:
                 device_bytes=max(before.device_bytes, measured.device_bytes),
             )
         reservation.footprint, reservation.is_settled, reservation.reading = measured, True, now
+        if is_adopted:  # it is older than each report, so all of them include it
+            for device in (reservation.place.device, reservation.place.host):
+                reservation.show(device)
         return overrun
 
     def release(self, reservation: Reservation) -> None:

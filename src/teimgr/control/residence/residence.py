@@ -153,11 +153,15 @@ class Residence:
         """
         limit_s = WAIT_LIMIT_S if timeout_s is None else min(timeout_s, WAIT_LIMIT_S)
         until = self._now() + limit_s
+        is_model_id = self._owner.spec(instance) is None
         try:
             async with asyncio.timeout(limit_s) as limit:
                 try:
                     call = await self._begin_call(instance, until)
-                except InstanceNotFound:  # also one that had to go meanwhile for another that a call has made
+                except InstanceNotFound:
+                    if not is_model_id:
+                        raise
+                    # The one made for it had to go meanwhile, for another that a call has made.
                     call = await self._begin_call(instance, until)
         except TimeoutError:
             if not limit.expired():
@@ -354,16 +358,16 @@ class Residence:
         self._entries[name] = entry
         self._decide(Declared(name, replace(terms_of(spec), load_s=self._owner.load_seconds(name))))
         if before is None or before.state is not entry.state or (entry.endpoints and not before.endpoints):
-            self._decide(self._event(name, entry))
+            self._decide(self._event(name, entry, is_known=before is not None))
 
-    def _event(self, name: str, entry: RouteEntry) -> Event:
+    def _event(self, name: str, entry: RouteEntry, *, is_known: bool) -> Event:
         match entry.state:
             case State.RUNNING:
                 self._learn_load(name)
                 return Loaded(name)
             case State.STARTING:
-                if entry.on_demand:
-                    self._used[name] = {}  # its calls count from the start; else they came before it was counted
+                if entry.on_demand and is_known:  # else its workers may be adopted, with the calls of their lives
+                    self._used[name] = {}
                 return Loading(name)
             case State.STOPPING:
                 return Unloading(name)
@@ -466,5 +470,6 @@ def error_of(refusal: Refuse) -> TeimgrError:
             error = Overloaded(refusal.reason)
         case _:
             error = Unavailable(refusal.reason)
-    error.try_after(TeimgrError.UNTOLD if refusal.why is Refusal.NO_ROOM else refusal.retry_after_s)
+    is_untold = refusal.why in (Refusal.NO_ROOM, Refusal.STOPPED)
+    error.try_after(TeimgrError.UNTOLD if is_untold else refusal.retry_after_s)
     return error

@@ -12,6 +12,7 @@ from torch.nn import functional
 from teimgr.engine import gpu
 from teimgr.engine.batching.batch import PackedBatch, Run, to_device
 from teimgr.engine.heads import Rows
+from teimgr.engine.native_library import give_way
 from teimgr.models.layout import Splade
 
 # The size of logits at one time. On a CPU larger temporaries are mapped and unmapped by every operation.
@@ -42,6 +43,7 @@ class SpladeWeights:
         borders = batch.cu_seqlens.tolist()
         begin = 0
         while begin < batch.texts:
+            give_way()
             stop = begin + 1
             while stop < batch.texts and borders[stop + 1] - borders[begin] <= room:
                 stop += 1

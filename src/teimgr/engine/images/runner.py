@@ -10,15 +10,12 @@ from teimgr.engine.finisher import Failures
 from teimgr.engine.images.inputs import EncodedPicture
 from teimgr.engine.images.model import PicturedModel
 from teimgr.engine.intake import Intake
-from teimgr.engine.job import Job, Lane, pictures_of
+from teimgr.engine.job import Job, pictures_of
 from teimgr.engine.known_results import DistinctInputs
-from teimgr.engine.native_library import be_patient
 from teimgr.engine.runner import Runner
 from teimgr.engine.text.tokenizer import TokenizeOptions
 from teimgr.errors import TeimgrError
 from teimgr.wire.text_column import SharedTexts, TextColumn
-
-_WAIT_S = 0.1  # at most, for queries within a bulk batch, beside the pauses of its forward
 
 
 class PictureIntake(Intake):
@@ -50,8 +47,6 @@ class PictureRunner(Runner):
         if not _has_pictures(entries):
             super()._execute(entries)
             return
-        if self._lanes == (Lane.BULK,):
-            be_patient(_WAIT_S)
         failed, left = [], []
         for entry in entries:
             encoded = entry.encoded

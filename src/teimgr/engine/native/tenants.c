@@ -11,7 +11,7 @@
 
 // Words of a tenant, as `Word` of wire/tenants/table.py. A refund is one change of REFUNDED, which is subtracted from
 // ARRIVAL: a charge must not see half of it.
-enum { RATE = 1, BURST, DAILY, CONCURRENT, ARRIVAL = 8, REFUNDED, SPENT };
+enum { RATE = 1, BURST, DAILY, CONCURRENT, SPENT = 10, ARRIVAL, REFUNDED };
 enum { ADMITTED, BY_RATE, BY_DAY, BY_CONCURRENT };
 enum { DAY_SHIFT = 40 };
 

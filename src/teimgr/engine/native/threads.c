@@ -240,6 +240,19 @@ static void place_helpers(struct team *team, unsigned count) {
         pthread_setaffinity_np(team->members[team->placed].thread, sizeof cpus, &cpus);
 }
 
+static void wait_until_done(struct team *team, unsigned count, unsigned spins) {
+    unsigned done;
+    for (unsigned i = 0; (done = atomic_load(&team->done)) < count; i++) {
+        if (i < spins) {
+            pause_briefly();
+            continue;
+        }
+        atomic_store(&team->sleeps, 1);
+        if (atomic_load(&team->done) == done) futex_wait(&team->done, done, ~0u);
+        atomic_store(&team->sleeps, 0);
+    }
+}
+
 void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned flags) {
     (void)flags;
     const unsigned by_caller = in_background ? 0 : 1;
@@ -258,18 +271,11 @@ void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned fl
     atomic_store_explicit(&team->places, wanted, memory_order_release);
     atomic_fetch_add(&team->call, 1);
     futex_wake(&team->call, wanted, bits_of(wanted));
-    if (by_caller) body(data);
-    const unsigned begun = by_caller ? wanted - atomic_exchange(&team->places, 0) : wanted;
-    unsigned done;
-    for (unsigned i = 0; (done = atomic_load(&team->done)) < begun; i++) {
-        if (by_caller && i < SPINS) {
-            pause_briefly();
-            continue;
-        }
-        atomic_store(&team->sleeps, 1);
-        if (atomic_load(&team->done) == done) futex_wait(&team->done, done, ~0u);
-        atomic_store(&team->sleeps, 0);
-    }
+    if (by_caller)
+        body(data);
+    else
+        wait_until_done(team, 1, 0);  // which leaves nothing for those still asleep
+    wait_until_done(team, wanted - atomic_exchange(&team->places, 0), by_caller ? SPINS : 0);
 }
 #else
 atomic_uint urgent;

@@ -83,7 +83,7 @@ def _other_steps(layout: Layout, config: dict[str, Any], tokenizer: Tokenizer) -
     kinds = {
         "post_processor": [framed[0], framed[-1]] == frame,
         "pre_tokenizer": type(tokenizer.pre_tokenizer).__name__ == "BertPreTokenizer",
-        "normalizer": type(tokenizer.normalizer).__name__ == "BertNormalizer",
+        "normalizer": layout.lower_case or type(tokenizer.normalizer).__name__ == "BertNormalizer",
         "unk_token": tokenizer.model.unk_token == (text("unk_token") or "[UNK]"),
         "max_input_chars_per_word": tokenizer.model.max_input_chars_per_word == 100,
     }

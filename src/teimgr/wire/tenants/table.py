@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from teimgr.wire.tenants.quotas import Limits, Spent
 
-FILE = "tenants-2"
+FILE = "tenants-1"
 """In the run directory; another number for another layout."""
 TENANTS, ROWS = 1024, 256
 _HEADER_WORDS = 64
@@ -54,9 +54,10 @@ class Word(IntEnum):
     SHADOW = 5
     WEIGHT = 6
     PRIORITY = 7
-    ARRIVAL = 8  # without the refunds
-    REFUNDED = 9
     SPENT = 10
+    # 8 and 9 are the bucket of workers of an earlier version, which may live beside ours for a while.
+    ARRIVAL = 11  # without the refunds
+    REFUNDED = 12
 
 
 class Counter(IntEnum):
