@@ -144,9 +144,9 @@ def _engine(texts: Sequence[str], rounds: int) -> dict[str, float]:
             if not halves_bfloat16(LEVELS[library.level], vendor()):
                 pairs["bfloat16 against float32, bulk"] = ("bfloat16", "native")
         if library.byte_sum_bits(library.level):
-            between = "bfloat16" if "bfloat16" in ways else "float32"
+            other, path = ("bfloat16", "bfloat16") if "bfloat16" in ways else ("float32", "native")
             ways["int8"] = forward(load("int8", 1, "").model, packed(encoded))
-            pairs[f"int8 against {between}, bulk"] = ("int8", "bfloat16" if "bfloat16" in ways else "native")
+            pairs[f"int8 against {other}, bulk"] = ("int8", path)
         torch.set_num_threads(1)
     with torch.inference_mode():
         spent = cheapest_s(ways, rounds)

@@ -171,7 +171,7 @@ WIDEST_PROBED_WINDOW = 1024
 """Tokens. The fidelity gate has no text that is longer than a wider window: it would cost seconds of every load."""
 
 
-def unproved_window(module: torch.nn.Module, longest: int) -> int | None:
+def unproved_window(module: torch.nn.Module, longest: float) -> int | None:
     """The width of a window, less than the `longest` text, of which packed attention may differ from the library's,
     unseen by the fidelity gate.
 

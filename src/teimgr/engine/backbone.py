@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Iterable
 from enum import Enum
 from types import SimpleNamespace
@@ -42,9 +43,6 @@ _FUSABLE = (("dense", "intermediate_act_fn"), ("lin1", "activation"))
 _TYPICAL_TOKENS = 256
 
 
-_ANY_LENGTH = 1 << 30  # of a text
-
-
 class Batching(Enum):
     """How a batch is run.
 
@@ -68,7 +66,7 @@ class Transformer:
     """
 
     def __init__(
-        self, module: Any, position_offset: int, device: torch.device, owner: Any = None, longest: int = _ANY_LENGTH
+        self, module: Any, position_offset: int, device: torch.device, owner: Any = None, longest: float = math.inf
     ) -> None:
         parameters = inspect.signature(module.forward).parameters
         self._module = module
@@ -275,7 +273,7 @@ class WholeModel(UnpackedTransformer):
         return logits if logits.dim() == 2 else logits.flatten(0, 1)
 
 
-def _why_alone(module: Any, longest: int) -> str:
+def _why_alone(module: Any, longest: float) -> str:
     """Why texts of several lengths cannot be computed together; "" where they can."""
     if depends_on_batch(module):
         return "its results depend on the other texts of a batch"

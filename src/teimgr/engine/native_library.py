@@ -86,7 +86,7 @@ class NativeLibrary:
         self.byte_sum_bits = library.byte_sum_bits
         self.parallel = _openmp_parallel()
         self._set_background = getattr(library, "set_background", None)  # on Linux alone, as the following two
-        self.set_patience: Any = getattr(library, "set_patience", None)
+        self.set_wait: Any = getattr(library, "set_wait", None)
         self.wait_for_foreground: Any = getattr(library, "wait_for_foreground", None)
         own = getattr(library, "run_threads", None)
         self.run_threads = self.parallel if own is None else ctypes.cast(own, ctypes.c_void_p).value
@@ -94,7 +94,7 @@ class NativeLibrary:
     @property
     def gives_way(self) -> bool:
         """Whether threads in the background pause for those of others."""
-        return self.set_patience is not None
+        return self.set_wait is not None
 
     def to_background(self) -> None:
         """Forwards of the calling thread give way to those of others from now on, but for a fifth of the time."""
@@ -121,14 +121,14 @@ def _refused(status: int, *_: Any) -> None:
         raise ValueError("native library: rows outside of the array they are of")
 
 
-def be_patient(most_s: float) -> None:
+def allow_wait(most_s: float) -> None:
     """Let the calling thread wait in its next calls of `give_way`, at most this long together."""
     if (library := native_library()) is not None and library.gives_way:
-        library.set_patience(ctypes.c_int64(int(most_s * 1e9)))
+        library.set_wait(ctypes.c_int64(int(most_s * 1e9)))
 
 
 def give_way() -> None:
-    """Between two steps of work: wait until no forward of the foreground is under way, if the thread has patience."""
+    """Between two steps of work: wait until no forward of the foreground is under way, if the thread may wait."""
     if (library := native_library()) is not None and library.gives_way:
         library.wait_for_foreground()
 

@@ -53,7 +53,7 @@ from teimgr.engine.known_results import (
     numbers_of,
 )
 from teimgr.engine.model import Model
-from teimgr.engine.native_library import NO_MEMORY, be_patient, native_library
+from teimgr.engine.native_library import NO_MEMORY, allow_wait, native_library
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError, Unavailable
 from teimgr.spec import CpuThreads
 
@@ -67,7 +67,7 @@ _RETURN_MEMORY_S = 30.0
 # The results of one batch on the host: vectors of texts are far smaller, those of tokens could be larger. Four batches
 # may exist at a time: two in flight, two with the finisher.
 MAX_RESULT_BYTES = 128 << 20
-_PATIENCE_S = 0.1  # at most, for queries between the steps of a bulk batch that are not the native forward's
+_WAIT_S = 0.1  # at most, for queries between the steps of a bulk batch that are not the native forward's
 _TOKENS_OF_A_THREAD = 256
 # A small batch is computed on the caller's thread, an event loop, where it is expected to take no longer than this: a
 # short query of BERT with six small layers does, and a dozen of an embedding table's; one of BERT-base does not.
@@ -183,7 +183,7 @@ class Runner:
                 self._fail(draft.expired, DeadlineExceeded())
             if draft.entries:
                 if self._lanes == (Lane.BULK,):
-                    be_patient(_PATIENCE_S)
+                    allow_wait(_WAIT_S)
                 with self._computing:
                     self._execute(draft.entries)
                 self._memory_returned = False

@@ -196,17 +196,14 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
     Raises:
         ModelLoadFailed: no file has a limit, or one is not a positive number.
     """
-    positions = setting(config, "max_position_embeddings")
-    room = int(positions) - position_offset(config) if positions and positions > 0 else ENDLESS
     kwargs = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
     limits = (_length_of_calls(settings), kwargs.get("model_max_length"), settings.get("max_seq_length"))
     own = [given for given in limits if given is not None]
     if own:
-        limit = checked_length(own[0], "sentence_bert_config.json")
-        limit = min(limit, position_rows(config))
+        limit = min(checked_length(own[0], "sentence_bert_config.json"), position_rows(config))
     else:
         given = tokenizer.get("model_max_length", tokenizer.get("max_len"))  # its name before 2020
-        limit = min(room, ENDLESS if given is None else checked_length(given, "tokenizer_config.json"))
+        limit = min(_positions(config), ENDLESS if given is None else checked_length(given, "tokenizer_config.json"))
     if limit >= ENDLESS:
         raise ModelLoadFailed("neither sentence_bert_config.json nor config.json nor the tokenizer has a length limit")
     return limit
@@ -214,9 +211,13 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
 
 def position_rows(config: dict[str, Any]) -> int:
     """The tokens for which there are positions in a table; `ENDLESS` where positions are computed."""
+    return _positions(config) if _has_position_table(config) else ENDLESS
+
+
+def _positions(config: dict[str, Any]) -> int:
+    """The tokens for which config.json names positions; `ENDLESS` without a number."""
     positions = setting(config, "max_position_embeddings")
-    has_rows = bool(positions and positions > 0) and _has_position_table(config)
-    return int(positions) - position_offset(config) if has_rows else ENDLESS
+    return int(positions) - position_offset(config) if positions and positions > 0 else ENDLESS
 
 
 def _length_of_calls(settings: dict[str, Any]) -> Any:

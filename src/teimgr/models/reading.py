@@ -222,7 +222,6 @@ def _read(
             named = layout.default_prompt_name if layout.default_prompt_name in prompts else "document"
             layout = replace(layout, prompts=prompts, default_prompt_name=named)
             layout = with_role_lengths(layout, late, text_config(metadata.config))
-            _check_attention(metadata.config, layout.max_length)
         case Kind.TOKEN_CLASSIFIER:
             scoring = ScoringConfig(read_labels(metadata), "softmax")
             layout = replace(layout, backbone=Backbone.TOKEN_CLASSIFICATION, scoring=scoring)
@@ -232,6 +231,7 @@ def _read(
     if layout.has_routes and layout.default_prompt_name is None and not layout.prompts.get(role):
         layout = replace(layout, default_prompt_name=role)  # with a prompt it has none: the library does not add it
     _check_task(metadata, layout)
+    _check_attention(metadata.config, layout.max_length)
     return replace(layout, warnings=_all_warnings(metadata, layout, pooling))
 
 
@@ -243,7 +243,6 @@ def _of_every_kind(metadata: ModelMetadata, kind: Kind, trust_remote_code: bool)
         _check_reader(reader.name, metadata, kind)
         texts = {**texts, "model_type": reader.name}  # its positions are not those of a model that is known
     longest = _longest(metadata, texts)
-    _check_attention(metadata.config, longest)
     return Layout(
         root=metadata.root,
         transformer_dir=metadata.transformer_dir,

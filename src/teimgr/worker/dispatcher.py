@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from teimgr.engine.engine import Engine
-from teimgr.engine.job import InferOptions, Input, Job, Share
+from teimgr.engine.job import InferOptions, Input, Job
 from teimgr.engine.token_pooling import is_pooled, pool_documents
 from teimgr.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, TeimgrError, Unavailable
 from teimgr.http.byte_budget import ByteBudget
@@ -186,7 +186,7 @@ class Dispatcher:
         if (engine := self._engine) is None or call.streamed:
             return
         if (most := self.spec.max_queued_tokens) and jobs and not call.may_wait:
-            share = self._share(call)
+            share = self._tenants.share(call)
             ahead, own = engine.queued_tokens(call.lane, jobs, share)
             if ahead and ahead + own > most:
                 raise Overloaded(retry_after_s=engine.expected_s(call.lane, jobs, share))
@@ -194,13 +194,9 @@ class Dispatcher:
             most_s = (call.deadline - time.monotonic()) * _PART_OF_DEADLINE
         elif most_s is None:
             return
-        expected_s = engine.expected_s(call.lane, jobs if call.has_deadline else (), self._share(call))
+        expected_s = engine.expected_s(call.lane, jobs if call.has_deadline else (), self._tenants.share(call))
         if expected_s and expected_s > most_s:
             raise Overloaded(retry_after_s=expected_s)
-
-    def _share(self, call: WorkerCall) -> Share:
-        share = self._tenants.share(call)
-        return share.aside() if call.gave_way else share
 
     def admit_async(
         self, call: WorkerCall, proceed: Callable[[], Coroutine[Any, Any, None]], *, computes: bool = True
@@ -298,8 +294,6 @@ class Dispatcher:
             try:
                 self._tenants.charge(submission)
                 for job in submission.jobs:
-                    if submission.call.gave_way:
-                        job.belongs_to(job.share.aside())
                     engine.submit(job, starts=False)
             except Exception as error:
                 self._fail(submission.call, error)

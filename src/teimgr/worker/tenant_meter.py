@@ -62,26 +62,26 @@ class Tenants:
         Raises:
             TenantQuotaReached, CallOverQuota: a token for each of its texts would be too many already. It is counted.
         """
-        if not (tenant := submission.call.tenant):
-            return
-        if not self._is_open:  # keys were configured after this worker had started
+        call = submission.call
+        if call.tenant and not self._is_open:  # keys were configured after this worker had started
             self._open()
-        if (meter := self._meter_of(submission.call)) is None:
+        if (share := self.share(call)) is not EQUAL:
+            for job in submission.jobs:
+                job.belongs_to(share)
+        if not call.tenant or (meter := self._meter_of(call)) is None:
             return
-        standing = meter.standing(tenant)
-        for job in submission.jobs:
-            job.belongs_to(standing.share)
-            if standing.has_quota:
-                if standing.refuses(len(job.inputs)) and (error := standing.refuses(_least_tokens(job))):
-                    meter.count(tenant, Counter.REFUSED)
-                    raise error
-                submission.charge_to(job, standing.open_account())
+        standing = meter.standing(call.tenant)
+        for job in submission.jobs if standing.has_quota else ():
+            if standing.refuses(len(job.inputs)) and (error := standing.refuses(_least_tokens(job))):
+                meter.count(call.tenant, Counter.REFUSED)
+                raise error
+            submission.charge_to(job, standing.open_account())
 
     def share(self, call: WorkerCall) -> Share:
-        """Whose the call is, as one of those that share the instance."""
-        if not (tenant := call.tenant) or (meter := self._meter_of(call)) is None:
-            return EQUAL
-        return meter.standing(tenant).share
+        """Whose the call is, as one of those that share its lane of the instance."""
+        meter = self._meter_of(call) if call.tenant else None
+        share = EQUAL if meter is None else meter.standing(call.tenant).share
+        return share.aside() if call.gave_way else share
 
     def finished(self, submission: Submission, job: Job, error: TeimgrError | None) -> None:
         """Count a call that the engine has finished; `job` has the results of all its jobs."""

@@ -62,14 +62,14 @@ def test_a_photograph_is_decoded_in_steps_that_wait_for_queries(
     waits.clear()
     urgent.value = 1  # a query's forward that does not end
     try:
-        assert isinstance(at_once.take(), np.ndarray)  # a thread without patience waits for none
+        assert isinstance(at_once.take(), np.ndarray)  # a thread that may not wait
         steps = len(waits)
         assert steps > 4
         decoder.start()
         taken = list[object]()
         reader = threading.Thread(target=lambda: taken.append(ahead.take()))
         reader.start()
-        reader.join(LIMIT_S)  # its patience ends, though the query does not
+        reader.join(LIMIT_S)  # it may wait no longer, though the query goes on
         assert isinstance(taken[0], np.ndarray)
         assert len(waits) >= 2 * steps
         assert waits.count(1) == len(waits)

@@ -225,7 +225,7 @@ class Advisor:
         seen = self._observe(record.instance, cards, record.window_secs * (1 + record.extensions))
         least_s = self._seen_part * record.window_secs
         is_met, figures = verdict(record.expects, seen, least_s)
-        is_unseen = seen.span_s < least_s  # as after a restart of the daemon, which says nothing of the change
+        is_unseen = seen.span_s < least_s  # the daemon has just restarted: no extension is used up for that
         if is_met is None and (is_unseen or record.extensions < _MAX_EXTENSIONS):
             record.extensions += not is_unseen
             record.until = self._clock() + record.window_secs

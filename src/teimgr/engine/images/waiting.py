@@ -19,7 +19,7 @@ from typing import Any
 from teimgr.engine.images.files import MAX_PIXELS, decode
 from teimgr.engine.images.pixels import Pixels, prepare
 from teimgr.engine.job import MediaFile, Picture
-from teimgr.engine.native_library import be_patient
+from teimgr.engine.native_library import allow_wait
 from teimgr.errors import InferenceFailed, TeimgrError
 from teimgr.models.layout import DualEncoder
 
@@ -141,7 +141,7 @@ class FileDecoder:
                 os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS)
         while (found := self._next()) is not None:
             waiting, size = found
-            be_patient(_WAIT_S)
+            allow_wait(_WAIT_S)
             self._decode(waiting, size, is_ahead=True)
             del waiting, found
 

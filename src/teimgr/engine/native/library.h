@@ -36,8 +36,8 @@ struct attention {
 };
 
 // Instruction sets, each with those before it. On x86-64: AVX2 with FMA; AVX-VNNI, which CPUs with those behind it may lack;
-// AVX-512; products of bfloat16; products of tiles of bfloat16 and of bytes. On 64-bit Arm: NEON, which each has; dot products of bytes; products of matrices of bfloat16 and of
-// bytes.
+// AVX-512; products of bfloat16; products of tiles of bfloat16 and of bytes. On 64-bit Arm: NEON, which each has; dot
+// products of bytes; products of matrices of bfloat16 and of bytes.
 #if defined(__aarch64__)
 enum { BASELINE, NEON, NEON_DOT, NEON_BF16 };
 enum { FIRST_OF_FORWARD = NEON, FIRST_OF_BFLOAT16 = NEON_BF16 };

@@ -135,17 +135,17 @@ void pause_background(int cores) {
     resumed = nanoseconds();
 }
 
-// How long this thread may still wait for the foreground, with work that is not a forward.
-static _Thread_local int64_t patience;
+// How long this thread may still wait for the foreground, in nanoseconds, with work that is not a forward.
+static _Thread_local int64_t may_wait_ns;
 
-void set_patience(int64_t most_ns) { patience = most_ns; }
+void set_wait(int64_t most_ns) { may_wait_ns = most_ns; }
 
-// Waits until no forward of the foreground is under way, for as long as this thread has patience.
+// Waits until no forward of the foreground is under way, for as long as this thread may still wait.
 void wait_for_foreground(void) {
-    if (patience <= 0 || atomic_load(&urgent) == 0) return;
+    if (may_wait_ns <= 0 || atomic_load(&urgent) == 0) return;
     const int64_t began = nanoseconds();
-    pause_until(0, 0, began + patience);
-    patience -= nanoseconds() - began;
+    pause_until(0, 0, began + may_wait_ns);
+    may_wait_ns -= nanoseconds() - began;
 }
 
 // The bits of the first `helpers` of a team: one for each of them.

@@ -90,12 +90,15 @@ class Lease:
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
-        call_class = (method, flags, current_tenant())  # a tenant waits for its own share of the work ahead
-        self._check_refusals(call_class, len(payload), timeout_s)
+        # A tenant waits for its own share of the work ahead. HTTP: a body of the same size may be a picture, whose work
+        # differs.
+        call_class = None if method is Method.HTTP else (method, flags, current_tenant())
+        if call_class is not None:
+            self._check_refusals(call_class, len(payload), timeout_s)
         try:
             return await self._call(method, payload, flags, timeout_s)
         except Overloaded as refusal:
-            if method is not Method.HTTP:  # a body of the same size may be a picture, whose work differs
+            if call_class is not None:
                 self._keep_refusal(call_class, len(payload), timeout_s, refusal.retry_after_s or 0)
             raise
         except ConnectionLost:  # it may have been the call that ended the worker
