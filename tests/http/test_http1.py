@@ -22,8 +22,8 @@ from teimgr.http.bodies import SlowClient, read_body
 from teimgr.http.byte_budget import ByteBudget, Charge
 from teimgr.http.connection_gate import ConnectionGate, Phase
 from teimgr.http.direct import PART_BYTES, Direct, DirectReply, DirectRequest
-from teimgr.http.loop_turns import TURN_UNITS
 from teimgr.http.server import bind, serving
+from teimgr.http.turns import TURN_UNITS
 from tests.support.http_peers import Echo, answered, connected, hello, within
 from tests.support.polling import eventually
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from math import ceil
 from typing import Any, ClassVar
 
-from teimgr.http.loop_turns import PART_UNITS, TURN_UNITS, LoopTurns
+from teimgr.http.turns import PART_UNITS, TURN_UNITS, LoopTurns
 
 # What is processed before the time is looked at: 1.5 ms where it is all key updates.
 _STEP_BYTES = 4096

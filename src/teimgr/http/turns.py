@@ -1,4 +1,4 @@
-"""Does a few things in each turn of the event loop, so that many together never hold it."""
+"""Shares the turns of an event loop: a few calls begin in each, and connections do a few units of work in each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from teimgr.errors import Overloaded
 
@@ -113,3 +113,99 @@ def _go_on(begins: asyncio.Future[None]) -> bool:
         return False
     begins.set_result(None)
     return True
+
+
+# Cost of what is processed in one turn of the loop for all connections of a protocol together. In HTTP/2's units, those
+# of `Framing.receive`, that is 8 ms at most, the time of a header block of Huffman strings that is as long as one may
+# be; in HTTP/1's, chunks of a body, some 2 ms.
+TURN_UNITS = 600
+# What a connection may have processed at a time while others wait: a small call.
+PART_UNITS = 48
+# This many of a caller's connections that were not behind before come before one that was.
+_NEW_BEFORE_OLD = 3
+
+
+class _Waiting(NamedTuple):
+    catch_up: Callable[[], int]
+    units: int
+
+
+class _Group:
+    """The connections of one caller that wait."""
+
+    def __init__(self) -> None:
+        self.new: deque[_Waiting] = deque()  # that were not behind before
+        self.old: deque[_Waiting] = deque()
+        self._new_in_a_row = 0
+
+    def next(self) -> deque[_Waiting]:
+        """The queue whose first is served next; an empty one if none waits."""
+        takes_new = bool(self.new) and (not self.old or self._new_in_a_row < _NEW_BEFORE_OLD)
+        return self.new if takes_new else self.old
+
+    def take(self) -> _Waiting:
+        waiting = self.next()
+        self._new_in_a_row = self._new_in_a_row + 1 if waiting is self.new else 0
+        return waiting.popleft()
+
+
+class LoopTurns:
+    """Units of work for the connections of one event loop: all share `TURN_UNITS` a turn.
+
+    Connections that need more wait. Callers get `PART_UNITS` each in rotation, and so do the connections of a caller;
+    those that begin to wait come first, so that a client with a call now and then passes by those with many (as in
+    fq_codel, RFC 8290).
+    """
+
+    def __init__(self) -> None:
+        self._left = TURN_UNITS
+        self._part: int | None = None  # of the connection that catches up
+        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()  # by caller, those that wait, the next one first
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one in which the next turn is scheduled
+
+    @property
+    def units(self) -> int:
+        """What a connection may have processed now."""
+        if self._part is not None:
+            return self._part
+        if not self._groups:
+            return max(self._left, 0)
+        return PART_UNITS if self._left >= PART_UNITS else 0
+
+    def spend(self, units: float) -> None:
+        """Count what was processed for a connection."""
+        if units > 0:
+            self._left -= int(units)
+            self._schedule()
+
+    def wait(self, caller: Hashable, catch_up: Callable[[], int]) -> None:
+        """Call `catch_up` in a later turn, and again in turns after that while it returns the units that it needs."""
+        self._groups.setdefault(caller, _Group()).new.append(_Waiting(catch_up, PART_UNITS))
+        self._schedule()
+
+    def _schedule(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._loop, self._left = None, TURN_UNITS
+        while self._groups:
+            caller, group = next(iter(self._groups.items()))
+            if group.next()[0].units > self._left:
+                break
+            one = group.take()
+            self._part = one.units
+            try:
+                needed = one.catch_up()
+            finally:
+                self._part = None
+            if needed:
+                group.old.append(_Waiting(one.catch_up, max(needed, PART_UNITS)))
+            if group.new or group.old:
+                self._groups.move_to_end(caller)
+            else:
+                del self._groups[caller]
+        if self._groups:
+            self._schedule()

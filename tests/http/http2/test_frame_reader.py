@@ -23,7 +23,7 @@ from tests.http.http2.test_framing import (
 )
 
 from teimgr.http.http2.framing import Framing
-from teimgr.http.loop_turns import TURN_UNITS
+from teimgr.http.turns import TURN_UNITS
 
 WINDOW = 1 << 20
 

@@ -21,7 +21,7 @@ from teimgr.http.http2.headers import Headers
 from teimgr.http.http2.request_head import InvalidHead, RequestHead, read_head
 from teimgr.http.http2.sender import Sender
 from teimgr.http.http2.stream import Stalled, Stream, StreamLost
-from teimgr.http.loop_turns import LoopTurns
+from teimgr.http.turns import LoopTurns
 
 log = logging.getLogger(__name__)
 
