@@ -3,10 +3,20 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
+import h2.events
+import h2.settings
 import pytest
+from starlette.responses import Response, StreamingResponse
 
 from teimgr.http import bodies
+from teimgr.http.bodies import BoundedReplies, UnreadOfPort
+from teimgr.http.http2.requests import protocol
+from teimgr.http.server import bind, serving
+from tests.support.http_peers import LIMIT_S, Peer, connecting, request
+from tests.support.polling import eventually
 
 _MANY = 400
 
@@ -34,3 +44,104 @@ async def test_bodies_that_expire_together_are_answered_a_few_in_each_turn(monke
     await asyncio.gather(*(read() for _ in range(_MANY)))
     assert answered.total() == _MANY
     assert max(answered.values()) <= 16  # a turn's eight beside eight that had waited
+
+
+PAGE = b"x" * 2**17
+PAGES = 16
+"""What the port may hold: half of it is of one address, a quarter of one connection."""
+LARGE = b"x" * 2**25  # more than the buffers of a connection hold
+CLOSED = {h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0}
+
+
+async def routes(scope: Any, receive: Any, send: Any) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(4):
+            yield PAGE
+
+    if scope["type"] == "http":
+        bodies = {"/page": PAGE, "/large": LARGE}
+        body = bodies.get(scope["path"], b"ok")
+        response = StreamingResponse(parts()) if scope["path"] == "/parts" else Response(body)
+        await response(scope, receive, send)
+
+
+@asynccontextmanager
+async def served(pages: int = PAGES) -> AsyncIterator[tuple[int, UnreadOfPort]]:
+    """A port, and its replies that are not read."""
+    app = BoundedReplies(routes, lambda scope, error: Response(error.message, 429))
+    sock = bind("127.0.0.1", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "UNREAD_BYTES", pages * len(PAGE))
+        patch.setattr(bodies, "_WAIT_S", 0.1)
+        async with serving(app, sock, protocol) as listener, asyncio.timeout(LIMIT_S):
+            yield sock.getsockname()[1], listener._server.server_state.unread_replies
+
+
+async def answers(peer: Peer, count: int) -> list[str]:
+    """The statuses of `count` requests, once all are answered."""
+    while len(found := [each for each in peer.events if isinstance(each, h2.events.ResponseReceived)]) < count:
+        await peer.take()
+    return [dict(each.headers)[":status"] for each in found]  # type: ignore[arg-type, index]
+
+
+async def flooding(peer: Peer, path: str, count: int, method: str = "GET") -> list[str]:
+    peer.h2.update_settings(CLOSED)
+    for _ in range(count):
+        peer.open(request(path, method), end=True)
+    return await answers(peer, count)
+
+
+@pytest.mark.parametrize("path", ["/page", "/parts"])
+async def test_pages_on_closed_windows_are_refused_beyond_the_part_of_a_connection(path: str) -> None:
+    async with served() as (port, unread), connecting("127.0.0.1", port) as connect:
+        peer, other = await connect(), await connect()
+        statuses = await flooding(peer, path, 3 * PAGES)
+        held = unread.taken_bytes
+        assert (await other.ask(request("/page")))[2] == PAGE  # another connection has room
+        peer.writer.transport.abort()
+        await eventually(lambda: unread.taken_bytes == 0)
+
+    assert set(statuses) == {"200", "429"}
+    assert len(PAGE) <= held <= (PAGES // 4 + 1) * len(PAGE)
+
+
+async def test_connections_of_one_address_have_a_part_and_small_replies_go_on() -> None:
+    async with served() as (port, unread), connecting("127.0.0.1", port) as connect:
+        peers = [await connect() for _ in range(8)]
+        statuses = [await flooding(peer, "/page", 8) for peer in peers]
+        assert unread.taken_bytes <= (PAGES // 2 + 1) * len(PAGE)
+        assert statuses[-1] == ["429"] * 8
+        fresh = await connect()
+        assert (await fresh.ask(request("/health")))[2] == b"ok"
+        assert (await fresh.ask(request("/page")))[0] == 429
+        for peer in peers:
+            peer.writer.transport.abort()
+        await eventually(lambda: unread.taken_bytes == 0)
+        assert (await fresh.ask(request("/page")))[2] == PAGE
+
+
+async def test_who_has_changed_something_gets_the_reply_and_begins_nothing_more_until_it_is_read() -> None:
+    async with served() as (port, unread), connecting("127.0.0.1", port) as connect:
+        statuses = await flooding(await connect(), "/page", PAGES, "POST")
+        assert statuses.count("200") == PAGES // 4 + 1
+        assert statuses.count("429") == PAGES - PAGES // 4 - 1
+        assert unread.taken_bytes == (PAGES // 4 + 1) * len(PAGE)
+
+
+async def test_over_http1_what_waits_in_the_buffers_of_connections_counts() -> None:
+    get = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with served(pages=2 * len(LARGE) // len(PAGE)) as (port, unread):
+        slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _, writer in slow[:2]:
+            least = unread.taken_bytes + len(LARGE) // 2
+            writer.write(get % b"/large")
+            await eventually(lambda least=least: unread.taken_bytes > least)
+        reader, writer = slow[2]
+        writer.write(get % b"/large")
+        assert b" 429 " in await reader.readline()
+        for _, each in slow[:2]:
+            each.transport.abort()
+        await eventually(lambda: unread.taken_bytes == 0)
+        with suppress(ConnectionError):
+            writer.close()
+            await writer.wait_closed()

@@ -16,11 +16,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from teimgr.http.bodies import SINGLE_HEADERS, is_host
+from teimgr.http.bodies import SINGLE_HEADERS, UNREAD, UnreadOfPort, is_host
 from teimgr.http.byte_budget import Charge
 from teimgr.http.connection_gate import LIMITS, Phase, StallGuard, Ticket
 from teimgr.http.direct import Answer, Direct, DirectExchange
-from teimgr.http.replies import UNREAD, UnreadOfPort
 from teimgr.http.turns import PART_UNITS, LoopTurns
 
 _FLUSH_POLL_S = 0.01

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from teimgr.errors import Overloaded
-from teimgr.http.replies import Refuse
+from teimgr.http.bodies import Refuse
 from teimgr.http.turns import Turns
 
 _PER_TURN = 2

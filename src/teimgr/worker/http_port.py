@@ -16,11 +16,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from teimgr.engine.job import Lane
 from teimgr.errors import DeadlineExceeded, Forbidden, TeimgrError, Unavailable
-from teimgr.http.bodies import SlowClient, compression_fault, foreign_page, read_whole
+from teimgr.http.bodies import (
+    BoundedReplies,
+    SlowClient,
+    compression_fault,
+    foreign_page,
+    has_room,
+    read_whole,
+    room_for_reply,
+)
 from teimgr.http.byte_budget import Charge
 from teimgr.http.direct import Answer, DirectReply, DirectRequest, answered_directly
 from teimgr.http.docs_page import HEADERS, page
-from teimgr.http.replies import BoundedReplies, has_room, room_for_reply
 from teimgr.http.request_turns import RequestTurns, caller_of
 from teimgr.http.turns import Turns
 from teimgr.observability.request_context import (

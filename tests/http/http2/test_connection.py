@@ -25,7 +25,8 @@ from teimgr.http import connection_gate
 from teimgr.http.byte_budget import ByteBudget
 from teimgr.http.connection_gate import ConnectionGate, Phase, Ticket
 from teimgr.http.http1 import ListenerState, ServerConnections
-from teimgr.http.http2 import connection, sender
+from teimgr.http.http2 import connection
+from teimgr.http.http2 import stream as http2_stream
 from teimgr.http.http2.frame_types import Payload
 from teimgr.http.http2.framing import Framing
 from teimgr.http.http2.headers import HeaderDecoder
@@ -430,7 +431,7 @@ async def test_responses_share_the_connection_in_turns(connect: Connect) -> None
 async def test_a_client_that_does_not_read_a_response_has_its_stream_reset(
     what: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "STALL_S", 0.1)
+    monkeypatch.setattr(http2_stream, "STALL_S", 0.1)
     peer = await connect()
     window = LARGE if what == "connection" else 1000
     peer.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window})
@@ -445,8 +446,8 @@ async def test_a_client_that_does_not_read_a_response_has_its_stream_reset(
 async def test_a_client_that_reads_slowly_but_steadily_is_served(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "STALL_S", 0.5)
-    monkeypatch.setattr(sender, "MIN_READ_BYTES", 1)
+    monkeypatch.setattr(http2_stream, "STALL_S", 0.5)
+    monkeypatch.setattr(http2_stream, "MIN_READ_BYTES", 1)
     peer = await connect()
     peer.open(request("/large"), end=True)
     read = 0
@@ -519,7 +520,7 @@ async def test_what_waits_for_the_end_of_a_turn_is_bounded(connect: Connect, wri
     assert [len((await peer.response(stream))[2]) for stream in streams] == [LARGE] * 10
 
     assert sum(writes) > 10 * LARGE
-    assert max(writes) <= sender._WAITING_BYTES + sender._FRAME_BYTES + 1024
+    assert max(writes) <= http2_stream._WAITING_BYTES + http2_stream._FRAME_BYTES + 1024
 
 
 @pytest.fixture

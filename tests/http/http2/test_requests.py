@@ -19,12 +19,12 @@ from starlette.responses import Response
 from tests.support.http_peers import LIMIT_S, Peer, connecting, request
 from tests.support.polling import eventually
 
-from teimgr.http.bodies import read_body
+from teimgr.http.bodies import read_body, room_for_reply
 from teimgr.http.byte_budget import ByteBudget, Charge
 from teimgr.http.direct import PART_BYTES, Answer, DirectReply, DirectRequest
-from teimgr.http.http2 import connection, sender
+from teimgr.http.http2 import connection
+from teimgr.http.http2 import stream as http2_stream
 from teimgr.http.http2.requests import protocol
-from teimgr.http.replies import room_for_reply
 from teimgr.http.server import Listener, bind, serving
 
 LARGE = 1 << 20
@@ -227,7 +227,7 @@ async def test_direct_answers_that_are_not_read_are_bounded() -> None:
 
 
 async def test_a_direct_answer_that_is_not_read_ends_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "STALL_S", 0.1)
+    monkeypatch.setattr(http2_stream, "STALL_S", 0.1)
     async with served() as there:
         stream = there.peer.open(request("/direct", "POST"))
         there.peer.h2.send_data(stream, b"large", end_stream=True)

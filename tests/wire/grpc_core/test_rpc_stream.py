@@ -16,7 +16,8 @@ from tests.worker.test_dispatcher import FakeEngine
 
 from teimgr.engine.engine import Engine
 from teimgr.http.byte_budget import ByteBudget
-from teimgr.http.http2 import connection, sender
+from teimgr.http.http2 import connection
+from teimgr.http.http2 import stream as http2_stream
 from teimgr.http.server import bind, serving
 from teimgr.spec import WorkerSpec
 from teimgr.wire.grpc_core import rpc_stream, standard_calls
@@ -179,7 +180,7 @@ async def test_a_message_that_does_not_come_ends_the_call(
 async def test_replies_are_held_until_read_and_a_client_that_does_not_read_is_cut_off(
     port: GrpcPort, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "STALL_S", 0.5)
+    monkeypatch.setattr(http2_stream, "STALL_S", 0.5)
     reader = await connect()
     reader.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})  # it never lets a reply through
     reader.flush()

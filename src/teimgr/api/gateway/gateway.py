@@ -53,9 +53,8 @@ from teimgr.config.settings import Settings
 from teimgr.control.sharing.tenants import RateState
 from teimgr.errors import Code, Internal, InvalidInput, ModelNotFound, NotLoaded, TeimgrError, Unavailable
 from teimgr.http.auth.policy import ANONYMOUS, Caller, caller_of
-from teimgr.http.bodies import SlowClient, compression_fault
+from teimgr.http.bodies import SlowClient, compression_fault, has_room, room_for_reply
 from teimgr.http.direct import DirectRequest, answered_directly
-from teimgr.http.replies import has_room, room_for_reply
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import CURRENT, current_tenant

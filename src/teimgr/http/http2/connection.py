@@ -17,10 +17,8 @@ from teimgr.http.connection_gate import LIMITS, MIN_READ_BYTES, ConnectionGate, 
 from teimgr.http.http1 import ListenerState
 from teimgr.http.http2.frame_types import ConnectionBroken, ErrorCode, Payload
 from teimgr.http.http2.framing import Framing
-from teimgr.http.http2.headers import Headers
-from teimgr.http.http2.request_head import InvalidHead, RequestHead, read_head
-from teimgr.http.http2.sender import Sender
-from teimgr.http.http2.stream import Stalled, Stream, StreamLost
+from teimgr.http.http2.headers import Headers, InvalidHead, RequestHead, read_head
+from teimgr.http.http2.stream import Sender, Stalled, Stream, StreamLost
 from teimgr.http.turns import LoopTurns
 
 log = logging.getLogger(__name__)

@@ -47,9 +47,10 @@ from teimgr.http.http2.headers import (
     HeaderDecoder,
     Headers,
     InvalidBlock,
+    InvalidHead,
+    check_trailers,
     encode_headers,
 )
-from teimgr.http.http2.request_head import InvalidHead, check_trailers
 
 _DEFAULT_WINDOW = 65_535
 _DEFAULT_TABLE = 4096

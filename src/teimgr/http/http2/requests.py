@@ -12,15 +12,15 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
+from teimgr.http.bodies import UNREAD
 from teimgr.http.byte_budget import UnreadReplies
 from teimgr.http.connection_gate import Ticket
 from teimgr.http.direct import FAILED, Answer, DirectReply, DirectRequest
 from teimgr.http.http1 import ServerConnections
 from teimgr.http.http2.connection import Connection
 from teimgr.http.http2.frame_types import ErrorCode
-from teimgr.http.http2.request_head import InvalidHead, RequestHead
+from teimgr.http.http2.headers import InvalidHead, RequestHead
 from teimgr.http.http2.stream import Stalled, Stream, StreamLost
-from teimgr.http.replies import UNREAD
 
 log = logging.getLogger(__name__)
 
