@@ -22,10 +22,9 @@ from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.wire.tenants.quotas import Limits
 from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
-from teimgr.worker.calls import MAX_CALL_S, CallReply, WorkerCall
+from teimgr.worker.calls import MAX_CALL_S, CallReply, Part, Submission, WorkerCall, parts_of
 from teimgr.worker.dialects.tei import TeiEmbedRequest
 from teimgr.worker.dispatcher import Dispatcher
-from teimgr.worker.submission import Part, Submission, parts_of
 
 CUT = InferOptions(frozenset({Output.SCORES}), truncate=True)
 WHOLE = InferOptions(frozenset({Output.SCORES}), truncate=False)

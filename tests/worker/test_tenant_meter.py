@@ -22,8 +22,7 @@ from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.wire.tenants.quotas import NS_PER_S, Limits
 from teimgr.wire.tenants.table import FILE, TENANT_WORDS, USED_ROWS_AT, Counter, TenantKey, TenantTable, tenant_at
-from teimgr.worker.calls import CallReply, WorkerCall
-from teimgr.worker.submission import Part, Submission
+from teimgr.worker.calls import CallReply, Part, Submission, WorkerCall
 from teimgr.worker.tenant_meter import Account, TenantMeter, Tenants, open_meter
 from teimgr.worker.tenant_till import LockedTill, NativeTill, Till
 

@@ -24,11 +24,6 @@ MAX_TOKENS = 4096
 _KEPT = 1  # vectors at the beginning, usually of [CLS]
 
 
-def is_pooled(job: Job) -> bool:
-    """Whether its request asks for fewer vectors per document."""
-    return job.options.pool_factor > 1
-
-
 def pool_documents(job: Job, model: LoadedModel, check: Callable[[], None]) -> None:
     """Pool the vectors of a finished job's documents; queries stay as they are. `check` is called before each.
 

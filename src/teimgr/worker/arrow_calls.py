@@ -34,6 +34,7 @@ from teimgr.worker.calls import (
     CallReply,
     DeferredReply,
     MethodCall,
+    Part,
     max_token_bytes,
     number_count,
     optional,
@@ -41,7 +42,6 @@ from teimgr.worker.calls import (
     token_width,
 )
 from teimgr.worker.dispatcher import Dispatcher
-from teimgr.worker.submission import Part
 
 T = TypeVar("T")
 ArrowRequest = multiplexer_pb2.EmbedArrowRequest | multiplexer_pb2.EmbedSparseArrowRequest | arrow_pb2.ArrowRequest

@@ -1,30 +1,25 @@
-"""Calls of a worker, each from its arrival to its one reply, and the limiter that admits or refuses them."""
+"""Calls of a worker, each from its arrival to its one reply, and `Submission`: the engine jobs of one."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
-from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, characters, pictures_of
+from teimgr.engine.job import Account, InferOptions, Input, Job, Lane, Output, characters, pictures_of
 from teimgr.errors import InvalidInput, Refused, TeimgrError, TooLarge
-from teimgr.observability.request_context import CURRENT, CallStats, RequestContext
+from teimgr.observability.request_context import CURRENT, CallStats
 from teimgr.spec import LoadedModel
 from teimgr.wire.frames import (
     Flag,
-    FrameProtocol,
-    FrameType,
-    Header,
     Method,
     Payload,
     Received,
     Timings,
-    pack_error,
-    retry_after_ms,
 )
 from teimgr.wire.json_scan import LONG_TEXT, MAX_TEXT_BYTES, too_large
 from teimgr.wire.pb.tei.v1 import tei_pb2
@@ -270,40 +265,6 @@ class AwaitedReply:
             self.answer.exception()  # marked as retrieved: asyncio logs the failure of a cancelled call otherwise
 
 
-class LinkCall(MethodCall):
-    """A REQUEST frame, answered by one REPLY or ERROR frame.
-
-    `unanswered` has the open calls of the link by frame id: the call adds itself, and removes itself when answered.
-    """
-
-    __slots__ = ("header", "link", "unanswered")
-
-    def __init__(self, link: FrameProtocol, unanswered: dict[int, LinkCall], header: Header, payload: Received) -> None:
-        deadline = time.monotonic() + header.deadline_ms / 1000 if header.deadline_ms else None
-        super().__init__(header.method, payload, header.flags, deadline)
-        self.link = link
-        self.header = header
-        if header.context:
-            self.context = RequestContext.unpack(header.context)
-        self.unanswered = unanswered
-        unanswered[header.id] = self
-
-    def reply(self, reply: CallReply) -> None:
-        head, flags = reply.head, Flag.NONE
-        if reply.timings is not None:
-            head, flags = reply.timings.pack() + head, Flag.TIMINGS
-        self.unanswered.pop(self.header.id, None)
-        stats = self.context.stats if self.context is not None else None
-        context = b"" if stats is None else stats.pack()
-        method, id = self.header.method, self.header.id
-        self.link.send(FrameType.REPLY, method, id, reply.payload, flags=flags, context=context, before=head)
-
-    def fail(self, error: TeimgrError) -> None:
-        self.unanswered.pop(self.header.id, None)
-        retry_ms = retry_after_ms(error)
-        self.link.send(FrameType.ERROR, self.header.method, self.header.id, pack_error(error), deadline_ms=retry_ms)
-
-
 def raise_first(job: Job) -> None:
     """Raise the error of the first row that has one; a refusal names the row if the job has several."""
     if not job.errors:
@@ -370,3 +331,88 @@ def token_width(model: LoadedModel, output: Output) -> int:
 def over_limit(count: int, limit: int) -> str | None:
     """TEI's sentence for a batch of too many inputs; None for one within the limit."""
     return f"batch size {count} > maximum allowed batch size {limit}" if count > limit else None
+
+
+Encode = Callable[[Job], CallReply | DeferredReply]
+
+
+class Part(NamedTuple):
+    """Inputs that share their options, and their rows in the call."""
+
+    rows: Sequence[int]
+    inputs: Sequence[Input]
+    options: InferOptions
+
+
+def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[Part]:
+    """One part for each different set of options; `options` has one for each input."""
+    rows_of: dict[InferOptions, list[int]] = {}
+    for row, option in enumerate(options):
+        rows_of.setdefault(option, []).append(row)
+    return [Part(rows, [inputs[row] for row in rows], option) for option, rows in rows_of.items()]
+
+
+class Submission:
+    """The engine jobs of one call, one per part. `complete` runs where the engine finishes, all else on the loop.
+
+    Several parts are supported only for the SCORES output. `has_waited`: it queued for admission, or its inputs
+    were read, after its wait was estimated, so that this is estimated again. `result_bytes`: of what the jobs keep
+    until they are answered, None if it is to be estimated from their inputs.
+    """
+
+    __slots__ = ("_unfinished", "accounts", "call", "encode", "has_waited", "jobs", "parts", "result_bytes")
+
+    def __init__(self, call: WorkerCall, parts: Sequence[Part], encode: Encode, *, has_waited: bool = False) -> None:
+        self.call = call
+        self.encode = encode
+        self.has_waited = has_waited
+        self.result_bytes: int | None = None
+        self.jobs = [
+            Job(part.inputs, part.options, call.lane, call.deadline, context=self, tenant=call.tenant) for part in parts
+        ]
+        self.accounts: tuple[Account, ...] = ()
+        self.parts = parts
+        self._unfinished = len(parts)
+
+    def wait(self) -> None:
+        self.has_waited = True
+
+    def cancel(self) -> None:
+        for job in self.jobs:
+            job.cancel()
+
+    def charge_to(self, job: Job, account: Account) -> None:
+        """Charge one of its jobs."""
+        self.accounts += (account,)
+        job.charge_to(account)
+
+    def settle(self) -> None:
+        """The call is over: what was not taken into a batch is refunded."""
+        for account in self.accounts:
+            account.settle(None)
+
+    def complete(self) -> Job | None:
+        """Count one finished job; after the last one, a job with the results of all."""
+        self._unfinished -= 1
+        if self._unfinished:
+            return None
+        # A job refers to its submission: a cycle would keep results in memory until the next garbage collection.
+        jobs, self.jobs = self.jobs, []
+        return jobs[0] if len(jobs) == 1 else _joined(self.parts, jobs)
+
+
+def job_of(parts: Sequence[Part], lane: Lane) -> Job:
+    """A job with all inputs of a call, in their rows, to be filled with results."""
+    inputs: list[Input] = [None] * sum(len(part.rows) for part in parts)
+    for part in parts:
+        for row, item in zip(part.rows, part.inputs, strict=True):
+            inputs[row] = item
+    return Job(inputs, parts[0].options, lane)
+
+
+def _joined(parts: Sequence[Part], jobs: Sequence[Job]) -> Job:
+    whole = job_of(parts, jobs[0].lane)
+    for part, job in zip(parts, jobs, strict=True):
+        whole.take_scores(job, part.rows)
+    whole.average_times()
+    return whole

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from teimgr.engine.engine import Engine
 from teimgr.engine.job import InferOptions, Input, Job
-from teimgr.engine.token_pooling import is_pooled, pool_documents
+from teimgr.engine.token_pooling import pool_documents
 from teimgr.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, TeimgrError, Unavailable
 from teimgr.http.byte_budget import ByteBudget
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
@@ -24,10 +24,9 @@ from teimgr.spec import WorkerSpec
 from teimgr.wire.freeing import free
 from teimgr.wire.gil_interval import short_turns
 from teimgr.wire.spaces import Marks, check_expected, reply_headers, reply_marks
-from teimgr.worker.calls import CallReply, DeferredReply, WorkerCall, max_token_bytes
+from teimgr.worker.calls import CallReply, DeferredReply, Encode, Part, Submission, WorkerCall, max_token_bytes
 from teimgr.worker.limiter import CallLimiter, InteractiveCalls
 from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
-from teimgr.worker.submission import Encode, Part, Submission
 from teimgr.worker.tenant_meter import Tenants
 from teimgr.worker.worker_metrics import TeiMetrics
 
@@ -317,7 +316,7 @@ class Dispatcher:
                 continue
             reply: CallReply | DeferredReply | TeimgrError
             try:
-                reply = self._pooled(submission, whole) if is_pooled(whole) else submission.encode(whole)
+                reply = self._pooled(submission, whole) if whole.options.pool_factor > 1 else submission.encode(whole)
             except TeimgrError as error:
                 reply = error
             except Exception as error:

@@ -7,12 +7,24 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from teimgr.errors import Cancelled, InvalidInput, TeimgrError
-from teimgr.wire.frames import Flag, FrameProtocol, FrameType, Header, Method, Received, pack_error, pack_header
-from teimgr.worker.calls import LinkCall
+from teimgr.observability.request_context import RequestContext
+from teimgr.wire.frames import (
+    Flag,
+    FrameProtocol,
+    FrameType,
+    Header,
+    Method,
+    Received,
+    pack_error,
+    pack_header,
+    retry_after_ms,
+)
+from teimgr.worker.calls import CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods import handle
 
@@ -186,3 +198,37 @@ class LinkConnection(FrameProtocol):
 
     def _fail(self, header: Header, error: TeimgrError) -> None:
         self.send(FrameType.ERROR, header.method, header.id, pack_error(error))
+
+
+class LinkCall(MethodCall):
+    """A REQUEST frame, answered by one REPLY or ERROR frame.
+
+    `unanswered` has the open calls of the link by frame id: the call adds itself, and removes itself when answered.
+    """
+
+    __slots__ = ("header", "link", "unanswered")
+
+    def __init__(self, link: FrameProtocol, unanswered: dict[int, LinkCall], header: Header, payload: Received) -> None:
+        deadline = time.monotonic() + header.deadline_ms / 1000 if header.deadline_ms else None
+        super().__init__(header.method, payload, header.flags, deadline)
+        self.link = link
+        self.header = header
+        if header.context:
+            self.context = RequestContext.unpack(header.context)
+        self.unanswered = unanswered
+        unanswered[header.id] = self
+
+    def reply(self, reply: CallReply) -> None:
+        head, flags = reply.head, Flag.NONE
+        if reply.timings is not None:
+            head, flags = reply.timings.pack() + head, Flag.TIMINGS
+        self.unanswered.pop(self.header.id, None)
+        stats = self.context.stats if self.context is not None else None
+        context = b"" if stats is None else stats.pack()
+        method, id = self.header.method, self.header.id
+        self.link.send(FrameType.REPLY, method, id, reply.payload, flags=flags, context=context, before=head)
+
+    def fail(self, error: TeimgrError) -> None:
+        self.unanswered.pop(self.header.id, None)
+        retry_ms = retry_after_ms(error)
+        self.link.send(FrameType.ERROR, self.header.method, self.header.id, pack_error(error), deadline_ms=retry_ms)

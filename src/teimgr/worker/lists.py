@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.engine.text.listwise import ListPrompt, Shortened, list_scores
 from teimgr.errors import EmptyInput, InputTooLong, InvalidInput, TeimgrError
-from teimgr.worker.calls import WorkerCall
-from teimgr.worker.submission import Encode, Part, Submission, job_of
+from teimgr.worker.calls import Encode, Part, Submission, WorkerCall, job_of
 
 # Documents that are tokenized together: some 10 ms.
 _TOGETHER = 64

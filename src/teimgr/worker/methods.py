@@ -26,11 +26,14 @@ from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.worker import arrow_calls
 from teimgr.worker.calls import (
     CallReply,
+    Encode,
     MethodCall,
+    Part,
     WorkerCall,
     optional,
     over_limit,
     parsed,
+    parts_of,
     raise_first,
     request_options,
     within,
@@ -39,7 +42,6 @@ from teimgr.worker.dialects import ROUTES
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.http_inference import BadRequest, HttpInference
 from teimgr.worker.scores import need_reranker_grpc, output_per_token, predictions, ranks
-from teimgr.worker.submission import Encode, Part, parts_of
 
 # TEI's types of the kinds that score; it calls every other model an embedding model.
 _MODEL_TYPES: Mapping[str, tei_pb2.ModelType] = {

@@ -19,8 +19,7 @@ from teimgr.wire.fleet_listener import FleetListener
 from teimgr.wire.fleet_tls import FleetIdentity, Peer, peer_of
 from teimgr.wire.frames import FrameType, Header, Method, Received, pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
-from teimgr.worker.calls import LinkCall
-from teimgr.worker.link_server import LinkConnection, LinkServer
+from teimgr.worker.link_server import LinkCall, LinkConnection, LinkServer
 from teimgr.worker.remote_tenants import RemoteMeter
 
 log = logging.getLogger(__name__)

@@ -34,9 +34,8 @@ from teimgr.wire.tenants.table import (
     spent_at,
 )
 from teimgr.wire.text_column import TextColumn
-from teimgr.worker.calls import WorkerCall
+from teimgr.worker.calls import Submission, WorkerCall
 from teimgr.worker.remote_tenants import RemoteMeter
-from teimgr.worker.submission import Submission
 from teimgr.worker.tenant_till import Slip, Till, open_till
 
 log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from teimgr.api.gateway.model_cards import (
     weaviate_meta,
 )
 from teimgr.api.gateway.model_names import ModelNames, model_of
-from teimgr.api.gateway.ollama import OllamaRoutes, known_name, spelt_here
+from teimgr.api.gateway.ollama import OllamaRoutes, known_name
 from teimgr.api.gateway.routes import (
     DIALECT_HEADER,
     INFO,
@@ -333,7 +333,7 @@ class Gateway:
                 raise InvalidInput("missing request body")
             model = known_name(names, model)
         elif model and inner.startswith("/v1/"):  # Ollama's port has them too
-            model = spelt_here(names, model)
+            model = names.spelt_here(model)
         return names.lease(model, kinds_of(inner))
 
     def _names_for(self, caller: Caller) -> ModelNames:

@@ -21,6 +21,8 @@ _SHOWN_CHARS = 256
 # What finding similar names may cost, in products of two lengths: some 10 ms on the event loop. A comparison costs as
 # much as one of two names of 40 characters before it begins.
 _COMPARED_CHARS, _COMPARISONS, _BEGUN = 128, 200_000, 1600
+_REGISTRIES = ("registry.ollama.ai/", "library/")  # of Ollama
+_LATEST = ":latest"
 
 
 class ModelNames:
@@ -103,12 +105,26 @@ class ModelNames:
             return entry.model_id
         return target if self._router.of_model(target) else None
 
+    def spelt_here(self, model: str) -> str:
+        """The known one of a name's spellings by Ollama's clients; otherwise the name itself."""
+        return next((each for each in _spellings(model) if self.model_id(each) is not None), model)
+
     def target(self, model: str) -> str:
         """The instance or the model id that an alias stands for; any other name unchanged."""
         return model if self._router.find(model) is not None else self._aliases().get(model, model)
 
     def _instances(self) -> list[str]:
         return [entry.name for entry in self._router.snapshot.entries]
+
+
+def _spellings(model: str) -> Iterator[str]:
+    """Of a name as Ollama's clients write it: a registry before it, and the tag `latest` there or not."""
+    yield model
+    bare = model
+    for registry in _REGISTRIES:
+        bare = bare.removeprefix(registry)
+    yield bare
+    yield bare.removesuffix(_LATEST) if bare.endswith(_LATEST) else bare + _LATEST
 
 
 def _nearest(name: str, candidates: list[str]) -> str:

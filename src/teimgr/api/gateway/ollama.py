@@ -45,8 +45,6 @@ REFUSED: Mapping[tuple[str, str], str] = {
 
 # The release whose API this is: clients compare it before they use a route.
 API_VERSION = "0.33.0"
-_REGISTRIES = ("registry.ollama.ai/", "library/")
-_LATEST = ":latest"
 # Of a model that is not unloaded: Ollama counts 292 years from now.
 _FOR_EVER = "2318-01-01T00:00:00Z"
 _OLLAMA_PORT_PATHS = ("/api/", "/v1/")
@@ -61,23 +59,9 @@ def known_name(names: ModelNames, model: str | None) -> str | None:
         ModelNotFound: in Ollama's words, with similar names.
     """
     if model:
-        model = spelt_here(names, model)
+        model = names.spelt_here(model)
         names.check(model, "model '{}' not found")
     return model
-
-
-def spelt_here(names: ModelNames, model: str) -> str:
-    """The known one of a name's spellings by Ollama's clients; otherwise the name itself."""
-    return next((each for each in _spellings(model) if names.model_id(each) is not None), model)
-
-
-def _spellings(model: str) -> Iterator[str]:
-    yield model
-    bare = model
-    for registry in _REGISTRIES:
-        bare = bare.removeprefix(registry)
-    yield bare
-    yield bare.removesuffix(_LATEST) if bare.endswith(_LATEST) else bare + _LATEST
 
 
 class OllamaPort:
@@ -252,7 +236,7 @@ def _kind(view: InstanceView) -> str | None:
 
 
 def _tagged(name: str) -> str:
-    return name if ":" in name.rpartition("/")[2] else name + _LATEST
+    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 
 def _digest(listed: _Listed) -> str:

@@ -49,10 +49,17 @@ from teimgr.api.rest.access import Access
 from teimgr.api.rest.daemon import Restarter
 from teimgr.api.rest.hosts import GpuReport, HostEnrolment
 from teimgr.api.rest.inference import Inference
-from teimgr.api.rest.middleware import Authentication, HeadAsGet, Observe, PageRefusal, RejectEncodedSeparators
+from teimgr.api.rest.middleware import (
+    Authentication,
+    HeadAsGet,
+    LimitQuery,
+    Observe,
+    PageRefusal,
+    ProxyHeaders,
+    RejectEncodedSeparators,
+    TrustedProxies,
+)
 from teimgr.api.rest.probes import Alarms
-from teimgr.api.rest.proxies import ProxyHeaders, TrustedProxies
-from teimgr.api.rest.query_limit import LimitQuery
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.control.capacity.advisor import Advisor

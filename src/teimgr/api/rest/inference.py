@@ -16,9 +16,7 @@ import httptools
 from teimgr.api.gateway.gateway import Gateway
 from teimgr.api.gateway.routes import InferenceCall, paths
 from teimgr.api.rest.access import INFERENCE, Access, MatchedRoute
-from teimgr.api.rest.middleware import Observe, path_fault, refused
-from teimgr.api.rest.proxies import TrustedProxies
-from teimgr.api.rest.query_limit import has_too_many
+from teimgr.api.rest.middleware import Observe, TrustedProxies, has_too_many, path_fault, refused
 from teimgr.errors import Code, Forbidden, Unauthenticated, ValidationError
 from teimgr.http.direct import Answer, DirectReply, DirectRequest
 from teimgr.observability.request_context import CURRENT, REQUEST_ID
