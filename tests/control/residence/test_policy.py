@@ -126,8 +126,8 @@ class Room:
         self.now += after_s
         self.tell(Loaded(name))
 
-    def ask(self, call: int, name: str, within_s: float | None = None) -> None:
-        self.tell(CallAsked(call, name, None if within_s is None else self.now + within_s))
+    def ask(self, call: int, name: str, within_s: float | None = None, key: int = 0) -> None:
+        self.tell(CallAsked(call, name, None if within_s is None else self.now + within_s, key=key))
 
     def phase(self, name: str) -> Phase:
         return self.fleet.models[name].phase
@@ -614,6 +614,21 @@ def test_too_many_calls_for_one_model_are_refused() -> None:
     for call in range(MAX_WAITING + 1):
         room.ask(call, "a")
     assert [(call, each.why) for call, each in room.refused.items()] == [(MAX_WAITING, Refusal.QUEUE)]
+
+
+def test_calls_of_one_key_leave_room_for_those_of_others() -> None:
+    room = Room()
+    for key in range(1, 9):  # each has more calls than may wait
+        for call in range(MAX_WAITING + 1):
+            room.ask(key * 10_000 + call, "a", key=key)
+    waiting = room.fleet.models["a"].waiting.values()
+    found = [sum(call.key == key for call in waiting) for key in range(1, 9)]
+    assert found == [512, 256, 128, 64, 32, 16, 8, 4]
+    assert {each.why for each in room.refused.values()} == {Refusal.QUEUE}
+    room.ask(1, "a", key=9)
+    assert 1 not in room.refused
+    room.loaded("a")
+    assert room.phase("a") is Phase.LOADED
 
 
 def interleave(seed: int, steps: int) -> int:

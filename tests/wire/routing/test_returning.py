@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from teimgr.errors import DeadlineExceeded, Overloaded, Returning, Stopped, Unavailable
+from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import RouteEntry, State, WorkerEndpoint
 from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.on_demand import NO_LOADS, WaitingCalls, call_when_ready
@@ -134,3 +135,28 @@ def test_the_number_of_calls_that_wait_is_bounded_for_all_processes_together() -
             stack.enter_context(calls.one("a", 1))
             with pytest.raises(Overloaded, match="wait for workers, as for 'a'"):
                 stack.enter_context(calls.one("a", 1))
+
+
+def test_a_key_whose_calls_wait_leaves_room_for_those_of_others() -> None:
+    calls = WaitingCalls("workers", processes=512)  # eight calls
+    with ExitStack() as stack:
+
+        def waiting_of(key: int, size_bytes: int) -> int:
+            context = RequestContext("")
+            context.belongs_to(key)
+            with use_context(context):
+                for count in range(9):
+                    try:
+                        stack.enter_context(calls.one("a", size_bytes))
+                    except Overloaded as error:
+                        assert "Too many calls of this key wait" in error.message
+                        return count
+            return 9
+
+        assert waiting_of(1, 1) == 4
+        assert waiting_of(2, 1) == 2
+        assert waiting_of(3, 2**17) == 1
+        assert waiting_of(1, 1) == 0
+    with ExitStack() as stack:
+        assert waiting_of(1, 2**17) == 2  # of 512 KiB
+        assert waiting_of(2, 2**17) == 1

@@ -54,13 +54,14 @@ class Removed:
 class CallAsked:
     """A call waits for the model, at most until `deadline`, on the policy's clock; None: as long as it takes.
 
-    `devices` are the card and host that the model would be loaded on, none where that is not known.
+    `devices` are the card and host that the model would load on, none where that is not known; `key` is its tenant.
     """
 
     call: int
     model: str
     deadline: float | None = None
     devices: tuple[str, ...] = ()
+    key: int = ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import NamedTuple
 
 from teimgr.control.residence.events import Decision, Refusal, Refuse, Serve, Terms
+from teimgr.wire.tenants.quotas import leaves_room
 
 RATE_MEMORY_S = 300.0
 """Calls count in a model's rate with a weight that falls to a third in this time."""
@@ -37,9 +39,16 @@ class Wish:
     at: float
 
 
+class WaitingCall(NamedTuple):
+    """Until when a call waits, on the policy's clock, None: as long as it takes; and whose it is."""
+
+    deadline: float | None
+    key: int
+
+
 @dataclass(slots=True)
 class Model:
-    """One model, and the calls that wait for it, each with its deadline, in order of arrival.
+    """One model, and the calls that wait for it, in order of arrival.
 
     `serving` are calls that were served and have not left. `since` is when the phase began, `used_at` when a call was
     last seen; `hits` the weighted number of its calls as of `hits_at`.
@@ -50,7 +59,7 @@ class Model:
     phase: Phase = Phase.UNLOADED
     since: float = 0.0
     used_at: float = 0.0
-    waiting: dict[int, float | None] = field(default_factory=dict)
+    waiting: dict[int, WaitingCall] = field(default_factory=dict)
     serving: set[int] = field(default_factory=set)
     under_way: int = 0
     hits: float = 0.0
@@ -77,6 +86,12 @@ class Model:
     def is_wanted(self, now: float) -> bool:
         """Whether a call waits for it, or a refused call is about to retry."""
         return bool(self.waiting) or now < self.wanted_until or not self.terms.on_demand or self.is_growing
+
+    def has_place(self, key: int, most: int) -> bool:
+        """Whether a further call of a key may wait, where `most` of all keys may: a key leaves room for others."""
+        held = len(self.waiting)
+        own = sum([call.key == key for call in self.waiting.values()]) if 2 * held >= most else held
+        return leaves_room(key, own, held, most - held - 1)
 
     @property
     def waits_for_room(self) -> bool:

@@ -45,6 +45,7 @@ from teimgr.control.residence.model import (
     Fleet,
     Model,
     Phase,
+    WaitingCall,
     doing,
     enter,
     idle_until,
@@ -55,7 +56,7 @@ from teimgr.control.residence.model import (
 from teimgr.control.residence.room import NOT_WANTED, give_up, load, make_rooms, no_room, note_clash, outgrown, use_room
 
 MAX_WAITING = 1024
-"""Calls that may wait for one model."""
+"""Calls that may wait for one model; those of a key leave room for others (`leaves_room`)."""
 COME_AGAIN_S = 5.0
 """How long after its `Retry-After` a refused caller may still retry; until then its model is loaded."""
 
@@ -109,8 +110,9 @@ def _asked(fleet: Fleet, event: CallAsked, now: float) -> Iterator[Decision]:
     model.count(1, now)
     yield from note_clash(fleet, model, now)
     left_s = time_left_s(model, now)
-    if len(model.waiting) >= MAX_WAITING:
-        reason = f"{len(model.waiting)} calls wait for '{model.name}' to be loaded"
+    if not model.has_place(event.key, MAX_WAITING):
+        whose = "" if len(model.waiting) >= MAX_WAITING else ", too many of this key"
+        reason = f"{len(model.waiting)} calls wait for '{model.name}' to be loaded{whose}"
         yield Refuse(event.call, Refusal.QUEUE, reason, left_s)
     elif event.deadline is not None and left_s is not None and now + left_s > event.deadline:
         given = max(0.0, event.deadline - now)
@@ -118,7 +120,7 @@ def _asked(fleet: Fleet, event: CallAsked, now: float) -> Iterator[Decision]:
         yield Refuse(event.call, Refusal.LATE, reason, left_s)
         model.want_until(now + left_s + COME_AGAIN_S)  # so the load begins
     else:
-        model.waiting[event.call] = event.deadline
+        model.waiting[event.call] = WaitingCall(event.deadline, event.key)
         fleet.calls[event.call] = model.name
     if model.phase is Phase.UNLOADED:
         model.go_to(*event.devices)

@@ -182,7 +182,7 @@ class Residence:
             key = self._tenants.badge(current_tenant())
             instance = await self._owner.declare(instance, key, self._value) or instance
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
-        self._mailbox.put_nowait(CallAsked(call, instance, until, self._devices(instance)))
+        self._mailbox.put_nowait(CallAsked(call, instance, until, self._devices(instance), current_tenant()))
         try:
             await answer
         except BaseException:

@@ -269,7 +269,7 @@ def _refuse_late(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
     left_s = time_left_s(model, now)
     if left_s is None:
         return
-    for call, deadline in [*model.waiting.items()]:
+    for call, (deadline, _) in [*model.waiting.items()]:
         if deadline is not None and now + left_s > deadline:
             del model.waiting[call]
             fleet.calls.pop(call, None)

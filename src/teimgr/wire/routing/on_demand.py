@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Protocol, TypeVar
 
 from teimgr.errors import DeadlineExceeded, NotLoaded, Overloaded, TeimgrError, Unavailable
+from teimgr.observability.request_context import current_tenant
 from teimgr.wire.routing.links import ConnectionLost
 from teimgr.wire.routing.router import RouterView, not_loaded
+from teimgr.wire.tenants.quotas import leaves_room
 from teimgr.wire.tenants.table import ANONYMOUS
 
 # A model that was unloaded between its load and the call, so often, is not worth another load.
@@ -61,29 +64,42 @@ NO_LOADS = NoLoads()
 
 
 class WaitingCalls:
-    """The limits on the number and the bytes of calls that wait for `what`; `processes` share them."""
+    """The limits on the number and the bytes of calls that wait for `what`; `processes` share them.
+
+    A key has a part of both, which leaves room for others (`leaves_room`).
+    """
 
     def __init__(self, what: str, processes: int) -> None:
         self._what = what
         self._max_calls, self._max_bytes = _MAX_WAITING // processes, _MAX_WAITING_BYTES // processes
-        self._calls = self._bytes = 0
+        self._calls: Counter[int] = Counter()  # by tenant
+        self._bytes: Counter[int] = Counter()
 
     @contextmanager
     def one(self, instance: str, size_bytes: int) -> Iterator[None]:
         """A block in which a call for `instance` waits.
 
         Raises:
-            Overloaded: too many calls wait.
+            Overloaded: too many calls wait, or too many of its key.
         """
-        if self._calls >= self._max_calls or self._bytes + size_bytes > self._max_bytes:
-            raise Overloaded(f"Too many calls wait for {self._what}, as for '{instance}'; try again later")
-        self._calls += 1
-        self._bytes += size_bytes
+        tenant = current_tenant()
+        calls, held_bytes = self._calls.total(), self._bytes.total()
+        calls_left, bytes_left = self._max_calls - calls - 1, self._max_bytes - held_bytes - size_bytes
+        if not (
+            leaves_room(tenant, self._calls[tenant], calls, calls_left)
+            and leaves_room(tenant, self._bytes[tenant], held_bytes, bytes_left)
+        ):
+            own = "" if min(calls_left, bytes_left) < 0 else " of this key"
+            raise Overloaded(f"Too many calls{own} wait for {self._what}, as for '{instance}'; try again later")
+        self._calls[tenant] += 1
+        self._bytes[tenant] += size_bytes
         try:
             yield
         finally:
-            self._calls -= 1
-            self._bytes -= size_bytes
+            self._calls[tenant] -= 1
+            self._bytes[tenant] -= size_bytes
+            if not self._calls[tenant]:
+                del self._calls[tenant], self._bytes[tenant]
 
 
 def answer_call(answers: Mapping[int, asyncio.Future[None]], call: int, error: TeimgrError | None) -> None:

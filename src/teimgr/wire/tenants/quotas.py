@@ -121,3 +121,12 @@ def remaining(burst: int, rate: int, arrival_ns: int, now_ns: int) -> tuple[int,
 def time_of(tokens: int, rate: int) -> int:
     """Nanoseconds in which a bucket of `rate` tokens a second gets `tokens`, rounded up."""
     return -(-tokens * NS_PER_S // rate)
+
+
+def leaves_room(tenant: int, own: int, held: int, left: int) -> bool:
+    """Whether a tenant that holds `own` of what is `held` in a queue may take more, if `left` is free after that.
+
+    A key that holds more than is left takes nothing more, so keys, however many, leave room for a further one. Calls
+    without a key, tenant 0, count as those of one key, and may fill the queue where they are alone in it.
+    """
+    return left >= 0 and (own <= left or (not tenant and own == held))
