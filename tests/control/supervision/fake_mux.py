@@ -2,7 +2,8 @@
 
 crash: ends at once with status 7 · absent: never listens · mute: listens and never answers · garbage: answers with what
 is no JSON · list: answers with JSON that is no object · flood: answers with a line that does not end · hangup: takes
-the connection and closes it · reset: closes it after each answer · good: answers
+the connection and closes it · reset: closes it after each answer · good: answers · busy: answers, and does not end at
+SIGTERM
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ANSWERS = {
     "flood": b"x" * (65 << 20),
     "reset": b'{"in_flight": 0}\n',
     "good": b'{"in_flight": 0}\n',
+    "busy": b'{"in_flight": 1}\n',
     "large": b'{"in_flight": 0, "calls": [%s]}\n' % (b" " * (8 << 20)),
 }
 
@@ -28,6 +30,8 @@ def main(how: str, config: str) -> int:
         return 7
     if how == "absent":
         signal.pause()
+    if how == "busy":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     path = json.loads(Path(config).read_text())["control_socket"]
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)

@@ -20,7 +20,7 @@ from tests.support.mux_process import client, embed, running, stub
 from tests.support.polling import eventually
 
 from teimgr.config.settings import Settings
-from teimgr.control.launch.mux_launcher import LocalMux, LocalMuxLauncher, MuxRunFile, mux_config
+from teimgr.control.launch.mux_launcher import LocalMux, LocalMuxLauncher, MuxLauncher, MuxRunFile, mux_config
 from teimgr.control.launch.process_handle import Exit, LaunchFailed, ProcessHandle, look_up
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.lifecycle import Backoff, Exited, Observation, ProbeFailed, ProbeOk
@@ -257,11 +257,16 @@ class Counted(DaemonMetrics):
 
     def __init__(self) -> None:
         super().__init__()
+        self.gone: list[str] = []
         self.heard: dict[str, asyncio.Event] = {f"mux-{number}": asyncio.Event() for number in range(3)}
 
     def mux_stats(self, mux: str, figures: object) -> None:
         super().mux_stats(mux, figures)  # type: ignore[arg-type]
         self.heard[mux].set()
+
+    def mux_gone(self, mux: str) -> None:
+        super().mux_gone(mux)
+        self.gone.append(mux)
 
 
 crashed: list[Muxes] = []
@@ -340,6 +345,74 @@ async def test_those_that_are_too_many_are_ended(settings: Settings, wanted: dic
     assert len(first) == 3
     assert len(second) == (fewer.mux_processes if fewer.grpc_enabled else 0)
     assert pids(settings) == []
+
+
+class OnHost(LocalMuxLauncher):
+    """The mux of host `b`, in one of the places that there are for it and its successor."""
+
+    host = "b"
+
+    def __init__(self, settings: Settings, place: int, how: str) -> None:
+        command = (sys.executable, FAKE, how)
+        super().__init__(place, mux_config(place, settings), settings.log_dir, 1 << 20, 1, command)
+        self.name = "b/mux-0"
+        self.run_dir = settings.run_dir
+
+    async def adopt(self) -> LocalMux | None:
+        for path in self.run_dir.glob("mux-*.run"):
+            found = MuxRunFile.read(path)
+            if found is not None and (pidfd := found.open_pidfd()) is not None:
+                return LocalMux(found.pid, pidfd, None, path.with_suffix(".sock"), self.log_path, 0, 0.0, True)
+        return None
+
+
+class Hosts:
+    """Which muxes there shall be, as a test says."""
+
+    def __init__(self) -> None:
+        self.muxes: dict[str, MuxLauncher] = {}
+        self._changed = asyncio.Event()
+
+    def have(self, *launchers: MuxLauncher) -> None:
+        self.muxes = {each.name: each for each in launchers}
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def wanted(self) -> dict[str, MuxLauncher]:
+        return self.muxes
+
+    async def changed(self) -> None:
+        await self._changed.wait()
+
+    async def end_surplus(self) -> None:
+        """There are none."""
+
+
+async def test_a_host_that_comes_back_has_a_mux_while_its_former_one_ends(settings: Settings) -> None:
+    settings = replace(settings, grpc_enabled=False)  # no mux of its own
+    hosts, metrics = Hosts(), Counted()
+    metrics.heard["b/mux-0"] = asyncio.Event()
+    muxes = Muxes(settings, Directory(), metrics, hosts=hosts)
+    async with asyncio.timeout(LIMIT_S), muxes.running():
+        hosts.have(OnHost(settings, 0, "busy"))
+        await eventually(lambda: muxes.states() == {"b": "serving"})
+        (former,) = pids(settings)
+        hosts.have()
+        await eventually(lambda: muxes.states() == {"b": "leaving"})
+
+        hosts.have(OnHost(settings, 1, "good"))
+        await eventually(lambda: muxes.states() == {"b": "serving"})
+        successor = {*pids(settings)} - {former}
+        assert len(successor) == 1
+        assert former in pids(settings)
+
+        os.kill(former, signal.SIGKILL)
+        await eventually(lambda: {*pids(settings)} == successor and muxes.alarms() == [])
+        assert muxes.states() == {"b": "serving"}
+        assert metrics.gone == []
+    await muxes.stop(0)
+    assert pids(settings) == []
+    assert metrics.gone == []
 
 
 async def test_a_mux_that_is_terminated_finishes_its_calls_beside_its_successor(settings: Settings) -> None:

@@ -514,7 +514,10 @@ class Muxes:
         """What the muxes of each host do, by its name, which is "" for this one: `serving`, `starting` or an alarm."""
         found: dict[str, str] = {}
         for each in self._all:
-            state = each.state if each not in self._leaving else "leaving"
+            is_leaving = each in self._leaving
+            if is_leaving and self._has_successor(each):
+                continue
+            state = "leaving" if is_leaving else each.state
             before = found.setdefault(each.launcher.host, state)
             found[each.launcher.host] = state if before == "serving" else before
         return found
@@ -562,10 +565,12 @@ class Muxes:
             wanted = hosts.wanted()
             for each in [each for each in self._remote if wanted.get(each.name) is not each.launcher]:
                 self._leaving[each] = asyncio.create_task(self._end(each, self._remote.pop(each)))
-            present = {each.name for each in (*self._remote, *self._leaving)}
-            for name in wanted.keys() - present:
+            for name in wanted.keys() - {each.name for each in self._remote}:
                 supervisor = self._supervisor(wanted[name])
-                self._remote[supervisor] = asyncio.create_task(self._adopt_and_run(supervisor), name=name)
+                # One that is ending still has calls: it is not taken over, its successor starts beside it.
+                is_back = any(each.name == name for each in self._leaving)
+                running = supervisor.run() if is_back else self._adopt_and_run(supervisor)
+                self._remote[supervisor] = asyncio.create_task(running, name=name)
             await hosts.changed()
 
     async def _adopt_and_run(self, supervisor: MuxSupervisor) -> None:
@@ -586,8 +591,13 @@ class Muxes:
             await supervisor.stop(self._settings.graceful_shutdown_timeout_secs)
         except Exception:
             log.exception("mux of another host could not be stopped", extra={"mux": supervisor.name})
-        self._metrics.mux_gone(supervisor.name)
         del self._leaving[supervisor]
+        if not self._has_successor(supervisor):
+            self._metrics.mux_gone(supervisor.name)
+
+    def _has_successor(self, leaving: MuxSupervisor) -> bool:
+        """Whether the host of a mux that leaves has come back meanwhile."""
+        return any(each.name == leaving.name for each in (*self._remote, *self._leaving) if each is not leaving)
 
     async def replaced(self) -> None:
         """Return when no mux of another version or configuration is being replaced."""
