@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from teimgr.control.capacity import autoscaler
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.capacity.kept_file import KeptFile
 from teimgr.spec import Incident, InstanceSpec, InstanceView, State, WorkerView
@@ -32,13 +33,14 @@ class Busy:
         self.spec = InstanceSpec(name="a", model_id="m", replicas=1, max_replicas=4)
         self.nodes, self.cards = nodes or [None] * 4, cards or [None] * 4
         self.time_s = 0.0
+        self.silent: set[str] = set()
         self.asked: list[int] = []
         self.notes: list[Incident] = []
 
     def list(self) -> list[InstanceView]:
         count = int(self.spec.replicas)
         workers = [
-            WorkerView(replica=i, role="serving", state=State.RUNNING, node=node, gpu=card)
+            WorkerView(replica=i, role="serving", state=State.RUNNING, node=node, gpu=card, incarnation=str(i))
             for i, node, card in zip(range(count), self.nodes, self.cards, strict=False)
         ]
         return [InstanceView(spec=self.spec, state=State.RUNNING, workers=tuple(workers))]
@@ -55,7 +57,8 @@ class Busy:
 
     async def stats(self, names: Collection[str] | None) -> list[Counters]:
         each = {"tokens": 500 * self.time_s / int(self.spec.replicas), "queued_tokens": 9000, "busy_s": self.time_s}
-        return [Counters("a", str(i), each) for i in range(int(self.spec.replicas))]
+        found = [Counters("a", str(i), each) for i in range(int(self.spec.replicas))]
+        return [each for each in found if each.incarnation not in self.silent]
 
 
 async def steps(fleet: Busy, scaler: Autoscaler, count: int) -> None:
@@ -104,3 +107,26 @@ async def test_a_replica_that_shares_a_card_and_computes_no_more_is_taken_back_a
     await steps(fleet, Autoscaler(fleet, fleet.stats), 30)
     assert fleet.asked == [2, 3, 2]
     assert "replica 3 does not pay" in fleet.notes[-1].reason
+
+
+async def test_a_worker_that_does_not_answer_counts_by_its_last_figures_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Busy()
+    scaler = Autoscaler(fleet, fleet.stats)
+    fleet.spec = replace(fleet.spec, replicas=3)
+    fleet.silent = {"2"}  # has never answered
+    found = (await scaler.figures())["a"]
+    assert (found.queued_tokens, found.replicas, found.silent_replicas) == (18_000, 3, 1)
+    fleet.silent = {"1", "2"}
+    found = (await scaler.figures())["a"]
+    assert (found.queued_tokens, found.silent_replicas) == (18_000, 2)
+    assert found.queued_tokens == (await scaler.figures())["a"].queued_tokens
+    monkeypatch.setattr(autoscaler, "KNOWN_FOR_S", -1.0)
+    found = (await scaler.figures())["a"]
+    assert (found.queued_tokens, found.silent_replicas) == (9000, 2)
+    monkeypatch.undo()
+    fleet.spec = replace(fleet.spec, replicas=1)
+    await scaler.figures()
+    fleet.spec = replace(fleet.spec, replicas=3)
+    assert (await scaler.figures())["a"].queued_tokens == 9000  # those that have ended are forgotten

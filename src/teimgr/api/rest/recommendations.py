@@ -12,7 +12,7 @@ from starlette.responses import Response
 from teimgr.api.rest.instances import REFUSED, UNKNOWN, ManagerDep, changed
 from teimgr.api.rest.schemas import ANY_FAILURE, StrictQueryRoute, answer
 from teimgr.control.capacity.advisor import DEFAULT_WINDOW_S, MAX_WINDOW_S, Advisor, Applied
-from teimgr.control.capacity.autoscaler import Autoscaler
+from teimgr.control.capacity.autoscaler import KNOWN_FOR_S, Autoscaler
 from teimgr.control.capacity.recommendations import Recommendation
 from teimgr.errors import ValidationError
 from teimgr.http.auth.policy import caller_of
@@ -138,11 +138,14 @@ scaling_router = APIRouter(tags=["probes"], responses=ANY_FAILURE, route_class=S
 class ScalingFigures(BaseModel):
     """The load of one instance."""
 
-    queued_tokens: int = Field(description="tokens that wait in its workers")
+    queued_tokens: int = Field(description="tokens that wait in its workers; of silent ones, as last reported")
     waiting_seconds: float = Field(description="how long its replicas take to compute them")
     tokens_per_second: float = Field(description="what one replica computes, as measured; 0: not yet")
     refused_per_second: float = Field(description="calls that full replicas refused, over the last minute")
     replicas: int = Field(description="those that serve")
+    silent_replicas: int = Field(
+        description=f"those that gave no figures now; their last ones count for {KNOWN_FOR_S:g} s, then nothing"
+    )
     wanted: int = Field(description="those that there should be; as `replicas` without max_replicas")
     reason: str
 

@@ -97,6 +97,9 @@ def _differ(before: float, now: float) -> bool:
 INTERVAL_S = 2.0
 _HOLD_S = 60.0  # after replicas that did not start, before they are tried again
 _START_S = 5.0  # until one was measured
+KNOWN_FOR_S = 90.0
+"""How long the last figures of a worker that does not answer count: it may have too much work to answer, and a scaler
+that asks every half minute would take a replica away at the peak. One that hangs is replaced long before."""
 
 
 Stats = Callable[[Collection[str] | None], Awaitable[Sequence[Counters]]]
@@ -116,18 +119,22 @@ class Fleet(Protocol):
 
 
 class Figures(NamedTuple):
-    """What is known of the load of one instance; `tokens_per_second` are those of one replica while it computes."""
+    """What is known of the load of one instance; `tokens_per_second` are those of one replica while it computes.
+
+    `silent_replicas` gave no figures now: what they last reported counts for `KNOWN_FOR_S`, and then nothing.
+    """
 
     queued_tokens: int
     waiting_seconds: float
     tokens_per_second: float
     refused_per_second: float
     replicas: int
+    silent_replicas: int
     wanted: int
     reason: str
 
 
-_NO_REPLICAS = Figures(0, 0.0, 0.0, 0.0, 0, 0, "the number of replicas is fixed")
+_NO_REPLICAS = Figures(0, 0.0, 0.0, 0.0, 0, 0, 0, "the number of replicas is fixed")
 
 
 class _Sums(NamedTuple):
@@ -193,6 +200,7 @@ class Autoscaler:
         self._rates = MeasuredRates(kept or KeptFile())
         self._courses: dict[str, _Course] = {}
         self._refusals = Refusals()
+        self._reported: dict[str, tuple[float, _Sums]] = {}  # by incarnation: when, and what
 
     async def run(self) -> None:
         """Decide until cancelled."""
@@ -219,7 +227,7 @@ class Autoscaler:
                 await self._step(view, course, found[view.spec.name], now)
 
     async def _step(self, view: InstanceView, course: _Course, found: Sequence[Counters], now: float) -> None:
-        serving = [each for each in view.workers if each.role == "serving" and each.state is State.RUNNING]
+        serving = _serving(view)
         if len(found) != len(serving) or (reading := course.read(found, now)) is None:
             return  # a worker that did not answer is no reason to take one away
         key = rates_key(view, serving)
@@ -254,17 +262,26 @@ class Autoscaler:
 
     async def figures(self) -> dict[str, Figures]:
         """The load of every instance, those without a replica included."""
-        views = self._fleet.list()
         sums: defaultdict[str, list[_Sums]] = defaultdict(list)
         found = await self._stats(None)
+        views, now = self._fleet.list(), asyncio.get_running_loop().time()
+        answered = {each.incarnation: (now, _sums(each.counters)) for each in found}
         for each in found:
-            sums[each.instance].append(_sums(each.counters))
+            sums[each.instance].append(answered[each.incarnation][1])
         present = {worker.incarnation for view in views for worker in view.workers}
-        refused = self._refusals.read(found, asyncio.get_running_loop().time(), present)
-        names = ((view, view.spec.name) for view in views)
-        return {name: self._figures(view, sums[name], refused.get(name, 0.0)) for view, name in names}
+        refused = self._refusals.read(found, now, present)
+        known = self._reported | answered
+        self._reported = {each: known[each] for each in present if each is not None and each in known}
+        figures = {}
+        for view in views:
+            name = view.spec.name
+            silent = [each.incarnation for each in _serving(view) if each.incarnation not in answered]
+            last = [self._reported[each] for each in silent if each in self._reported]
+            sums[name] += [reported for at, reported in last if now - at <= KNOWN_FOR_S]
+            figures[name] = self._figures(view, sums[name], len(silent), refused.get(name, 0.0))
+        return figures
 
-    def _figures(self, view: InstanceView, workers: Sequence[_Sums], refused: float) -> Figures:
+    def _figures(self, view: InstanceView, workers: Sequence[_Sums], silent: int, refused: float) -> Figures:
         course = self._courses.get(view.spec.name)
         if course is None and not workers and view.state is State.UNLOADED:
             return _NO_REPLICAS
@@ -272,11 +289,12 @@ class Autoscaler:
         rate = course.seen.rate if course else None
         if rate is None:
             rate = sum(each.computed for each in workers) / busy_s if busy_s else 0.0
-        running = sum(each.role == "serving" and each.state is State.RUNNING for each in view.workers)
+        running = len(_serving(view))
         decision = course.decision if course and view.state is State.RUNNING else None
         waiting_s = queued / (rate * len(workers)) if rate and workers else 0.0  # one that is late queues as much
         wanted, reason = (decision.wanted, decision.reason) if decision else (running, _NO_REPLICAS.reason)
-        return Figures(round(queued), round(waiting_s, 3), round(rate, 1), round(refused, 3), running, wanted, reason)
+        numbers = round(queued), round(waiting_s, 3), round(rate, 1), round(refused, 3)
+        return Figures(*numbers, running, silent, wanted, reason)
 
     async def page(self) -> Page:
         """The metrics of scaling; a series of each instance, at zero replicas too."""
@@ -316,6 +334,10 @@ def _share_a_device(workers: Sequence[WorkerView]) -> bool:
         return True
     serving = [(each.node, each.gpu) for each in workers if each.role == "serving"]
     return len(set(serving)) < len(serving)
+
+
+def _serving(view: InstanceView) -> list[WorkerView]:
+    return [each for each in view.workers if each.role == "serving" and each.state is State.RUNNING]
 
 
 def _sums(counters: Mapping[str, Any]) -> _Sums:
