@@ -289,6 +289,24 @@ async def test_recreate_ends_the_old_worker_first_and_brings_it_back_when_the_ne
     assert (await fleet.running(not_pid=view.pid)).spec.model_id == "fake/busy"
 
 
+async def test_recreate_of_a_loaded_model_on_demand_proves_the_new_one_and_leaves_it_loaded(fleet: Fleet) -> None:
+    """Once the old worker had ended it counted as unloaded, so that no new one was started: anything was committed."""
+    await fleet.create(load="on_demand", pinned=True)
+    await fleet.manager.load("a")
+    old = (await fleet.running()).pid
+    watch = Watch(fleet)
+
+    view = await fleet.manager.update("a", {"model_id": "fake/busy"}, recreate=True, wait=True)
+    assert (view.state, view.spec.model_id) == (State.RUNNING, "fake/busy")
+    assert view.pid not in (None, old)
+
+    with pytest.raises(UpdateFailed):
+        await fleet.manager.update("a", {"model_id": "fake/fail-permanent"}, recreate=True, wait=True)
+    assert (await fleet.running(not_pid=view.pid)).spec.model_id == "fake/busy"
+    assert fleet.store.load().specs[0].model_id == "fake/busy"
+    assert State.UNLOADED not in [entry.state for entry in watch.entries]  # a call would have loaded the old one again
+
+
 # Replicas
 
 

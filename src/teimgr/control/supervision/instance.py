@@ -97,6 +97,7 @@ class ManagedInstance:
         self._memory: MemoryLimit | None = None  # while there is a limit
         self._recycling: asyncio.Task[None] | None = None
         self._is_unloading = False
+        self._is_recreating = False  # the old workers of an update end before the new ones start
         self._unloaded_because: str | None = None
         self._resting: InstanceView | None = None  # the last view, while nothing in it can change without an event
         self._add(spec, range(context.planner.replicas(spec)), "serving")
@@ -116,7 +117,7 @@ class ManagedInstance:
             return State.STOPPING
         if state is not State.STOPPED:
             return state
-        if self._with_role("joining") or (self.spec.wanted_running and not self._is_adopted):
+        if self._is_recreating or self._with_role("joining") or (self.spec.wanted_running and not self._is_adopted):
             return State.STARTING
         return State.UNLOADED if self._loads_on_demand else state
 
@@ -460,6 +461,7 @@ class ManagedInstance:
 
     async def _replace(self, spec: InstanceSpec, *, recreate: bool) -> None:
         old, is_restart, stops_first = self._serving, spec == self.spec, recreate and self.is_to_run
+        self._is_recreating = stops_first
         try:
             if stops_first:
                 await self._send(old, Command.STOP)
@@ -470,6 +472,8 @@ class ManagedInstance:
             if stops_first:
                 await self._send(old, Command.START)
             raise
+        finally:
+            self._is_recreating = False
         self._past_restarts += sum(each.restarts for each in old) + is_restart
         await self._switch(new, leaving=old)
 
