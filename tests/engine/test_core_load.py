@@ -119,6 +119,17 @@ def test_batches_of_two_threads_count_together_until_the_last_one_ends(path: Pat
         until(lambda: mine.threads(0, 8) == 5)
 
 
+def test_a_batch_within_which_a_query_is_computed_counts_until_it_ends(path: Path) -> None:
+    mine, other = CoreLoad(path), CoreLoad(path)
+
+    with other.computing(3):
+        with other.computing(1):
+            pass
+        until(lambda: mine.threads(0, 8) == 5)
+    with other.computing(1):
+        until(lambda: mine.threads(0, 8) == 7)
+
+
 def test_slots_are_free_again_after_a_close(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_load, "_SLOTS", 2)
     monkeypatch.setattr(core_load, "_BYTES", 64)

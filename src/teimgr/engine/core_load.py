@@ -92,6 +92,7 @@ class CoreLoad:
         """Note on how many threads a batch of the calling thread runs."""
         caller, began = threading.get_ident(), time.monotonic()
         with self._lock:
+            around = self._computing.get(caller)  # a batch within which queries are computed
             self._computing[caller] = began, threads
             self._write_running()
         try:
@@ -100,8 +101,10 @@ class CoreLoad:
             now = time.monotonic()
             with self._lock:
                 del self._computing[caller]
+                if around is not None:
+                    self._computing[caller] = around
                 self._write_running()
-                self._used_s += (now - began) * threads
+                self._used_s += 0.0 if around else (now - began) * threads
                 if self._slot is not None and (elapsed := now - self._window_began) >= _WINDOW_S:
                     self._table[self._slot, _LOAD], self._table[self._slot, _WRITTEN] = self._used_s / elapsed, now
                     self._used_s, self._window_began = 0.0, now

@@ -259,6 +259,7 @@ def _begin_pictures(model: Model, tokenizer: TextTokenizer, dtype: torch.dtype, 
     assert isinstance(model, PicturedModel)
     assert isinstance(tokenizer, FileTokenizer)
     model.check_pictures(model.use_native_layers(dtype, is_requested=is_requested))
+    model.give_way_within()
     tokenizer.use(model.decoder)
     model.decoder.start()
     return bool(model.native_layers)

@@ -121,18 +121,6 @@ def _refused(status: int, *_: Any) -> None:
         raise ValueError("native library: rows outside of the array they are of")
 
 
-def allow_wait(most_s: float) -> None:
-    """Let the calling thread wait in its next calls of `give_way`, at most this long together."""
-    if (library := native_library()) is not None and library.gives_way:
-        library.set_wait(ctypes.c_int64(int(most_s * 1e9)))
-
-
-def give_way() -> None:
-    """Between two steps of work: wait until no forward of the foreground is under way, if the thread may wait."""
-    if (library := native_library()) is not None and library.gives_way:
-        library.wait_for_foreground()
-
-
 @functools.cache
 def native_library() -> NativeLibrary | None:
     """The library, or None if the package was built without a compiler or the environment forbids it."""

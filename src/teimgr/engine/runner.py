@@ -36,6 +36,7 @@ from teimgr.engine.finisher import (
     keep_nothing,
     vector_options,
 )
+from teimgr.engine.giving_way import serving
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import finish_on_device
 from teimgr.engine.host_copies import HostCopies
@@ -53,7 +54,7 @@ from teimgr.engine.known_results import (
     numbers_of,
 )
 from teimgr.engine.model import Model
-from teimgr.engine.native_library import NO_MEMORY, allow_wait, native_library
+from teimgr.engine.native_library import NO_MEMORY, native_library
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError, Unavailable
 from teimgr.spec import CpuThreads
 
@@ -67,7 +68,7 @@ _RETURN_MEMORY_S = 30.0
 # The results of one batch on the host: vectors of texts are far smaller, those of tokens could be larger. Four batches
 # may exist at a time: two in flight, two with the finisher.
 MAX_RESULT_BYTES = 128 << 20
-_WAIT_S = 0.1  # at most, for queries between the steps of a bulk batch that are not the native forward's
+_SHARE = 4  # times as long as a bulk batch was computed since may queries take between two of its steps
 _TOKENS_OF_A_THREAD = 256
 # A small batch is computed on the caller's thread, an event loop, where it is expected to take no longer than this: a
 # short query of BERT with six small layers does, and a dozen of an embedding table's; one of BERT-base does not.
@@ -120,6 +121,9 @@ class Runner:
         self._on_defect = on_defect
         self._lanes = lanes
         self._has_own_lane = lanes == (Lane.INTERACTIVE,)
+        # Not on a GPU, where a graph's results are in the place of those of its last launch.
+        self._leaves_bulk = lanes == tuple(Lane) and not gpu.is_gpu(model.backbone.device)
+        self._left_until = 0.0
         self._gives_way = (library := native_library()) is not None and library.gives_way
         is_table = self._is_table = isinstance(model.backbone, StaticTable)
         self._cache = None if is_table else cache
@@ -182,9 +186,8 @@ class Runner:
             if draft.expired:
                 self._fail(draft.expired, DeadlineExceeded())
             if draft.entries:
-                if self._lanes == (Lane.BULK,):
-                    allow_wait(_WAIT_S)
-                with self._computing:
+                is_left = self._leaves_bulk and draft.entries[0].job.lane is Lane.BULK
+                with self._computing, serving(self._serve_between_steps if is_left else None):
                     self._execute(draft.entries)
                 self._memory_returned = False
             if not draft.entries:
@@ -193,6 +196,22 @@ class Runner:
             if is_due and not self._memory_returned:
                 return_freed_memory()
                 self._memory_returned, self._returned_at = True, time.monotonic()
+
+    def _serve_between_steps(self) -> None:
+        """Within a bulk batch on the thread of both lanes: compute the queries that wait; a fifth of the time is left."""
+        began = time.monotonic()
+        if began < self._left_until or not self._queue.texts(Lane.INTERACTIVE) or not self._in_flight.wait_for_room():
+            return
+        if (draft := self._queue.next_batch(0.0, (Lane.INTERACTIVE,))) is None:
+            return
+        if draft.expired:
+            self._fail(draft.expired, DeadlineExceeded())
+        if draft.entries:
+            threads = torch.get_num_threads()
+            self._execute(draft.entries)
+            torch.set_num_threads(threads)
+        now = time.monotonic()
+        self._left_until = now + (now - began) / _SHARE
 
     def _fail(self, entries: Sequence[QueueEntry], error: TeimgrError) -> None:
         self._finisher.put(Failures(failed_rows(entries, error)))

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.engine import gpu
-from teimgr.engine.backbone import Transformer
+from teimgr.engine.backbone import PackedLinear, Transformer
 from teimgr.engine.batching.batch import Encoded, PackedBatch
 from teimgr.engine.fidelity.fidelity_gate import MIN_COSINE, MIN_REQUESTED_COSINE
+from teimgr.engine.giving_way import give_way
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.images.inputs import PicturedBatch, pack_with_pictures
@@ -25,7 +26,6 @@ from teimgr.engine.library_model import load_module
 from teimgr.engine.model import DeviatesError, Heads, Model
 from teimgr.engine.native_forward.image_layers import native_layers, put_native_patches
 from teimgr.engine.native_forward.program import CannotLowerError
-from teimgr.engine.native_library import give_way
 from teimgr.engine.weights.host import HostWeights
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import DualEncoder, FlexibleSteps, Layout
@@ -33,6 +33,7 @@ from teimgr.models.layout import DualEncoder, FlexibleSteps, Layout
 log = logging.getLogger(__name__)
 
 _AT_A_TIME = 4  # pictures of each thread
+_LAYERS = (nn.Linear, PackedLinear, nn.Conv2d, nn.Conv3d)  # which take most of the time of a library's forward
 EXACT_COSINE = 0.99999  # of a known picture in a batch to itself alone, in float32
 
 
@@ -51,6 +52,12 @@ class TextTables(nn.Module):
         return found
 
 
+def at_a_time(pictures: int, vision: nn.Module) -> int:
+    """How many of so many pictures go through `vision` together: on a CPU few, between which queries come in."""
+    on_gpu = gpu.is_gpu(next(vision.parameters()).device)
+    return pictures if on_gpu else _AT_A_TIME * torch.get_num_threads()
+
+
 class PictureTower(nn.Module):
     """The image half: N pictures of one size → float32 [N, width of a vector]."""
 
@@ -61,9 +68,9 @@ class PictureTower(nn.Module):
         self._table = table
 
     def forward(self, pictures: Sequence[Pixels]) -> Tensor:
-        """The vectors, not normalised; on a CPU in steps, as the embedding of pictures does not give way to queries."""
+        """The vectors, not normalised."""
         parameter = next(self.vision.parameters())
-        step = len(pictures) if gpu.is_gpu(parameter.device) else _AT_A_TIME * torch.get_num_threads()
+        step = at_a_time(len(pictures), self.vision)
         found = []
         for at in range(0, len(pictures), step):
             give_way()
@@ -90,11 +97,17 @@ class FlexibleTower(nn.Module):
         by_shape: dict[tuple[int, ...], list[int]] = {}
         for place, picture in enumerate(pictures):
             by_shape.setdefault(picture.shape, []).append(place)
-        found = [self._of_one_size([pictures[at] for at in places]) for places in by_shape.values()]
+        step = at_a_time(len(pictures), self.vision)
+        found = [
+            self._of_one_size([pictures[at] for at in places[first : first + step]])
+            for places in by_shape.values()
+            for first in range(0, len(places), step)
+        ]
         order = torch.tensor([at for places in by_shape.values() for at in places], device=found[0].device)
         return torch.cat(found)[torch.argsort(order)]
 
     def _of_one_size(self, pictures: Sequence[Pixels]) -> Tensor:
+        give_way()
         parameter = next(self.vision.parameters())
         numbers = self._table.numbers(pictures).to(parameter.device, parameter.dtype)
         count, colours, height, width = numbers.shape
@@ -131,6 +144,15 @@ class PicturedModel(Model):
     def _vision(self) -> Any:
         """The library's module of the image half, whose layers are its `encoder`, if there is one."""
         return None
+
+    def give_way_within(self) -> None:
+        """On a CPU queries come in, from now on, before each layer that the library computes, of both halves."""
+        if gpu.is_gpu(self.backbone.device):
+            return
+        halves = [one.owner for one in self._transformers()] + [one for one in (self._apart(),) if one is not None]
+        for each in dict.fromkeys(each for half in halves for each in half.modules()):
+            if isinstance(each, _LAYERS):
+                each.register_forward_pre_hook(lambda *_: give_way())
 
     def use_native_layers(self, dtype: torch.dtype, *, is_requested: bool) -> Tensor:
         """The vectors of the known pictures. On a CPU the layers of the image half are computed by our library from now

@@ -41,6 +41,7 @@ from teimgr.errors import EmptyInput, InvalidInput, ModelLoadFailed, TeimgrError
 from teimgr.models.layout import DualEncoder, Layout, PageTexts, PairTemplate, PatchSteps, TileSteps
 
 _KNOWN = 2  # known pages: each is computed twice at load, in seconds by a large model on a CPU
+_TOKENS_TOGETHER = 1024  # of pages on a CPU
 _OF_A_PAGE = "this model reads documents as images of their pages: send an image, or the text as a query"
 
 
@@ -253,10 +254,17 @@ class PageModel(PicturedModel):
         return {Output.MULTI_VECTOR: Rows(torch.cat(parts), to_device(borders, self.backbone.device))}
 
     def _groups(self, pictures: Sequence[Pixels]) -> list[list[Pixels]]:
-        """Neighbours of one size; those of many squares, each of as many patches as a page of others, alone."""
+        """Neighbours of one size, on a CPU no more than queries may wait for between two layers; those of many squares,
+        each of as many patches as a page of others, alone.
+        """
         if isinstance(self._dual.steps, TileSteps):
             return [[one] for one in pictures]
-        return [list(group) for _, group in itertools.groupby(pictures, key=np.shape)]
+        found = []
+        for (_, down, across), group in itertools.groupby(pictures, key=np.shape):
+            alike = list(group)
+            step = len(alike) if gpu.is_gpu(self.backbone.device) else max(1, _TOKENS_TOGETHER // len(self._ids.of(across, down)))
+            found += [alike[at : at + step] for at in range(0, len(alike), step)]
+        return found
 
     @torch.inference_mode()
     def vectors(self, pictures: Sequence[Pixels]) -> Tensor:

@@ -135,17 +135,21 @@ void pause_background(int cores) {
     resumed = nanoseconds();
 }
 
-// How long this thread may still wait for the foreground, in nanoseconds, with work that is not a forward.
+// How long this thread, if it is not in the background, may still wait for the foreground, in nanoseconds.
 static _Thread_local int64_t may_wait_ns;
 
 void set_wait(int64_t most_ns) { may_wait_ns = most_ns; }
 
-// Waits until no forward of the foreground is under way, for as long as this thread may still wait.
+// Waits, between steps that are not a forward of this library, until none of the foreground is under way, for as long as
+// this thread may: in the background as within a forward.
 void wait_for_foreground(void) {
-    if (may_wait_ns <= 0 || atomic_load(&urgent) == 0) return;
+    if (atomic_load(&urgent) == 0) return;
     const int64_t began = nanoseconds();
-    pause_until(0, 0, began + may_wait_ns);
-    may_wait_ns -= nanoseconds() - began;
+    const int64_t most = in_background ? lesser(SHARE * (began - resumed), PAUSE_NS) : may_wait_ns;
+    if (most <= 0) return;
+    pause_until(0, 0, began + most);
+    resumed = nanoseconds();
+    may_wait_ns -= resumed - began;
 }
 
 // The bits of the first `helpers` of a team: one for each of them.
