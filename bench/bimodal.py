@@ -117,10 +117,12 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class Target:
-    """Where queries go, the gRPC address of a daemon or the URL of /v1/embeddings, and a bulk caller."""
+    """Where queries go, the gRPC address of a daemon or the URL of /v1/embeddings, and a bulk caller. `is_late`: the
+    model has a vector for each token."""
 
     address: str
     bulk: Child
+    is_late: bool = False
 
 
 @contextmanager
@@ -163,9 +165,9 @@ def measure_round(
     `options.texts` inputs in bulk, alone and beside them.
     """
     end = time.perf_counter() + options.idle
-    idle, _ = asyncio.run(_paced(target.address, queries, options.rate, lambda: time.perf_counter() > end))
+    idle, _ = asyncio.run(_paced(target, queries, options.rate, lambda: time.perf_counter() > end))
     alone_s = float(target.bulk.ask("pass")["seconds"]) if alone_first else 0.0
-    beside, beside_s = asyncio.run(_paced(target.address, queries, options.rate, target.bulk))
+    beside, beside_s = asyncio.run(_paced(target, queries, options.rate, target.bulk))
     alone_s = alone_s or float(target.bulk.ask("pass")["seconds"])
     found.idle_ms += idle
     found.beside_ms += beside
@@ -174,11 +176,13 @@ def measure_round(
 
 
 @asynccontextmanager
-async def _queries(address: str) -> AsyncIterator[Callable[[str], Awaitable[object]]]:
+async def _queries(target: Target) -> AsyncIterator[Callable[[str], Awaitable[object]]]:
     """A function that embeds a query."""
+    address = target.address
     if not address.endswith(ONE):
         async with AsyncClient(grpc=address) as client:
-            yield partial(client.embed, instance=_INSTANCE)
+            late = partial(client.embed_all, instance=_INSTANCE, prompt_name="query")
+            yield late if target.is_late else partial(client.embed, instance=_INSTANCE)
         return
     async with aiohttp.ClientSession() as session:
 
@@ -191,14 +195,14 @@ async def _queries(address: str) -> AsyncIterator[Callable[[str], Awaitable[obje
 
 
 async def _paced(
-    address: str, texts: list[str], rate: float, until: Callable[[], bool] | Child
+    target: Target, texts: list[str], rate: float, until: Callable[[], bool] | Child
 ) -> tuple[list[float], float]:
     """Latencies in ms of `rate` queries a second, each from the moment it was due, less those of the first second;
     until the function is true, or for as long as a pass of the bulk caller takes, which is begun here. The seconds of
     that pass are the second result.
     """
     samples: list[tuple[float, float]] = []
-    async with _queries(address) as embed, asyncio.TaskGroup() as group:
+    async with _queries(target) as embed, asyncio.TaskGroup() as group:
         await embed(texts[0])
         bulk = asyncio.create_task(asyncio.to_thread(until.ask, "pass")) if isinstance(until, Child) else None
         began = time.perf_counter()

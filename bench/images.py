@@ -18,7 +18,7 @@ from bench.contest import Child, Row, child, compete, entrants
 from bench.encoders import Task
 from bench.fleet import Fleet, fleet
 from bench.front import INSTANCE
-from bench.progress import partial, rounds, say
+from bench.progress import partial, rounds, say, until
 from bench.report import publish
 from bench.table import ratios
 
@@ -29,17 +29,17 @@ HEADER = (
 _STAGES = ("decode", "preprocess", "forward")
 _PHOTOGRAPHS = ((640, 480), (480, 640), (1024, 768), (640, 480))
 _PAGE = (1240, 1754)  # A4 at 150 dpi
-_BATCH = 32
+_BATCH, _STAGED_PAGES = 32, 2
 
 
 @dataclass
 class Contest:
     """Paths over the files of one kind, the first of which is the baseline; and those whose stages are measured."""
 
-    title: str
     files: list[str]
     tasks: dict[str, Task]
     staged: tuple[str, ...]
+    staged_files: int = _BATCH
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=int, default=64, help="photographs of a pass (64)")
     parser.add_argument("--bulk", type=int, default=192, help="photographs of a bulk job beside queries (192)")
     parser.add_argument("--pages", type=int, default=3, help="pages of a pass (3)")
+    parser.add_argument("--bulk-pages", type=int, default=8, help="pages of a bulk job beside queries (8)")
     parser.add_argument("--rounds", type=int, default=3, help="passes of each path, in turn (3)")
     parser.add_argument("--rate", type=float, default=20.0, help="text queries a second beside the bulk (20)")
     parser.add_argument("--idle", type=float, default=8.0, help="seconds of them without it, in a round (8)")
@@ -63,27 +64,32 @@ def run(options: argparse.Namespace) -> int:
         running = stack.enter_context(fleet())
         running.client.create(INSTANCE, str(clip))
         running.client.wait_until_running(INSTANCE, deadline_s=120)
-        records, found = list[dict[str, Any]](), bimodal.Found()
-        with partial():
+        records, beside_images, beside_pages = list[dict[str, Any]](), bimodal.Found(), bimodal.Found()
+        with partial(), until(0.35):
             records += _measured(_of_photographs(clip, photographs[: options.images], running), options.rounds, running)
-        with partial():
-            _beside(running, photographs[-options.bulk :], options, found, folder)
+        with partial(), until(0.5):
+            _beside(running, photographs[-options.bulk :], options, beside_images, folder)
         running.client.delete(INSTANCE)
-        pages = pictures.photographs(folder / "pages", options.pages, [_PAGE])
-        with partial():
-            records += _measured(_of_pages(colpali, pages), options.rounds, running)
+        pages = pictures.photographs(folder / "pages", max(options.pages, options.bulk_pages), [_PAGE])
+        with partial(), until(0.75):
+            records += _measured(_of_pages(colpali, pages[: options.pages]), options.rounds, running)
+        running.client.create(INSTANCE, str(colpali), dtype="bfloat16")
+        running.client.wait_until_running(INSTANCE, deadline_s=120)
+        with partial(), until(0.95):
+            _beside(running, pages[-options.bulk_pages :], options, beside_pages, folder, is_late=True)
     facts = {
         "CLIP": "a CLIP of ViT-B/32's sizes with random weights; JPEG files of 640 x 480, 480 x 640 and 1024 x 768",
         "pages": "a ColPali of its widths and a ninth of its depth, 3 layers of the image half and 2 of "
         "the language model, with random weights; JPEG files of A4 at 150 dpi, 1,030 tokens each",
         "method": f"{options.rounds} rounds, one pass of each path in turn, {options.images} photographs or "
         f"{options.pages} pages; × is within a round",
-        "stages": f"processor time of decoding, resizing and the forward, up to {_BATCH} images at a time; forward "
+        "stages": f"processor time of decoding, resizing and the forward, of {_BATCH} images or {_STAGED_PAGES} pages; forward "
         "here includes the numbers of pixels, which transformers makes in its preprocessing",
         "size": "tiny models, whose figures mean nothing" if options.tiny else "as named",
-        "a text query beside images": _told(found, options),
+        "a text query beside images": _told(beside_images, options),
+        "a text query beside pages": _told(beside_pages, options),
     }
-    data = {"rows": records, "beside": vars(found)}
+    data = {"rows": records, "beside": vars(beside_images), "beside pages": vars(beside_pages)}
     publish("images", facts, HEADER, [[record.get(key) for key in HEADER] for record in records], data)
     return 0
 
@@ -97,7 +103,7 @@ def _of_photographs(model: Path, files: list[str], running: Fleet) -> Contest:
         "CLIP, teimgr engine, auto": Task("engine-images", str(model), dtype="auto"),
         "CLIP, teimgr daemon, Arrow, auto": Task("served-images", grpc=running.grpc, instance=INSTANCE),
     }
-    return Contest("photographs", files, tasks, (*tasks,)[1:4])
+    return Contest(files, tasks, (*tasks,)[1:4])
 
 
 def _of_pages(model: Path, files: list[str]) -> Contest:
@@ -106,7 +112,7 @@ def _of_pages(model: Path, files: list[str]) -> Contest:
         "page, teimgr engine": Task("engine-images", str(model)),
         "page, teimgr engine, bfloat16": Task("engine-images", str(model), dtype="bfloat16"),
     }
-    return Contest("pages", files, tasks, (*tasks,))
+    return Contest(files, tasks, (*tasks,), _STAGED_PAGES)
 
 
 def _measured(contest: Contest, turns: int, running: Fleet) -> list[dict[str, Any]]:
@@ -114,13 +120,13 @@ def _measured(contest: Contest, turns: int, running: Fleet) -> list[dict[str, An
     own_cpu = {name: running.cpu_s for name, task in contest.tasks.items() if task.grpc}
     with entrants(contest.tasks, skip_failing=True) as children:
         rows = compete(children, contest.files, turns, own_cpu)
-        stages = {name: _stages(children[name], len(contest.files)) for name in contest.staged if name in children}
+        count = min(len(contest.files), contest.staged_files)
+        stages = {name: _stages(children[name], count) for name in contest.staged if name in children}
     return [_record(row, rows[0], len(contest.files), stages.get(row.name, {})) for row in rows]
 
 
-def _stages(of: Child, files: int) -> dict[str, float]:
-    """Processor seconds of each stage for an image."""
-    count = min(files, _BATCH)
+def _stages(of: Child, count: int) -> dict[str, float]:
+    """Processor seconds of each stage for an image, of so many."""
     return {name: seconds / count for name, seconds in of.ask("stages", count).items()}
 
 
@@ -135,7 +141,15 @@ def _record(row: Row, baseline: Row, files: int, stages: dict[str, float]) -> di
     return own | {"CPU ms of an image": whole * 1e3} | shares
 
 
-def _beside(running: Fleet, files: list[str], options: argparse.Namespace, found: bimodal.Found, folder: Path) -> None:
+def _beside(
+    running: Fleet,
+    files: list[str],
+    options: argparse.Namespace,
+    found: bimodal.Found,
+    folder: Path,
+    *,
+    is_late: bool = False,
+) -> None:
     """Text queries at a fixed rate, alone and beside a bulk job of images through the same instance."""
     paths = folder / "beside.json"
     paths.write_text(json.dumps(files))
@@ -144,7 +158,8 @@ def _beside(running: Fleet, files: list[str], options: argparse.Namespace, found
     with child(Task("served-images", grpc=running.grpc, instance=INSTANCE)) as bulk:
         bulk.ask("texts", str(paths))
         for number in rounds(options.rounds):
-            bimodal.measure_round(bimodal.Target(running.grpc, bulk), texts, own, found, alone_first=number % 2 == 1)
+            target = bimodal.Target(running.grpc, bulk, is_late=is_late)
+            bimodal.measure_round(target, texts, own, found, alone_first=number % 2 == 1)
             say(f"  {found.alone[-1]:.1f} images/s alone, {found.beside[-1]:.1f} beside queries")
 
 

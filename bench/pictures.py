@@ -141,7 +141,8 @@ class ServedImages(Served):
         found = self._client.infer(table, instance=self._instance, batch_rows=32)
         if found["error"].null_count < len(texts):
             raise RuntimeError(next(error for error in found["error"].to_pylist() if error))
-        return np.array(found["dense"].to_pylist(), np.float32)
+        name = "dense" if "dense" in found.column_names else "multi_vector"
+        return np.array(found[name].to_pylist(), np.float32).reshape(len(texts), -1)
 
 
 def models(folder: Path, *, is_tiny: bool) -> tuple[Path, Path]:

@@ -17,6 +17,7 @@ from types import FrameType
 _END_S = 120.0
 _began = time.monotonic()
 _limit_s = float("inf")
+_share = 1.0  # of the limit, until which further rounds may run
 _reason = ""
 
 
@@ -47,18 +48,33 @@ def say(text: str) -> None:
 
 
 def rounds(count: int) -> Iterator[int]:
-    """1 to `count`, ended early before a round that would not end within the limit, as the longest one took."""
+    """1 to `count`, ended early before a round that would not end within the limit, as the longest one took, or a
+    further one within the share that `until` gives.
+    """
     global _reason
     longest_s = 0.0
     for number in range(1, count + 1):
         began = time.monotonic()
-        if began - _began + longest_s > _limit_s:
-            _reason = f"the limit of {_limit_s:g} s, after {number - 1} of {count} rounds"
+        most_s = _limit_s if number == 1 else _share * _limit_s
+        if began - _began + longest_s > most_s:
+            part = "" if number == 1 or _share == 1.0 else f"{_share:.0%} of "
+            _reason = f"{part}the limit of {_limit_s:g} s, after {number - 1} of {count} rounds"
             say(f"ended by {_reason}")
             return
         say(f"round {number} of {count}")
         yield number
         longest_s = max(longest_s, time.monotonic() - began)
+
+
+@contextmanager
+def until(share: float) -> Iterator[None]:
+    """Leave the rest of the limit to what follows the block: see `rounds`."""
+    global _share
+    former, _share = _share, share
+    try:
+        yield
+    finally:
+        _share = former
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def test_every_path_has_its_row_and_queries_are_measured_beside_images(
     monkeypatch.setattr(bimodal, "_WARM_S", 0.0)  # a pass of so few images takes less than the second
     command = argparse.ArgumentParser()
     images.arguments(command)
-    few = ["--tiny", "--images", "4", "--bulk", "40", "--pages", "1", "--rounds", "1", "--idle", "1.5"]
+    few = ["--tiny", "--images", "4", "--bulk", "40", "--pages", "1", "--bulk-pages", "40", "--rounds", "1", "--idle", "1.5"]
 
     assert images.run(command.parse_args(few)) == 0
 
@@ -44,4 +44,5 @@ def test_every_path_has_its_row_and_queries_are_measured_beside_images(
     document = json.loads(file.read_text())
     assert [row["path"].partition(",")[0] for row in document["rows"]] == ["CLIP"] * 5 + ["page"] * 3
     assert all(float(row["cosine min"]) > 0.99 for row in document["rows"])
-    assert "p99" in document["facts"]["a text query beside images"]
+    for what in ("images", "pages"):
+        assert "p99" in document["facts"][f"a text query beside {what}"]

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -104,6 +105,16 @@ def test_no_round_begins_that_would_not_end_within_the_limit(monkeypatch: pytest
 
     assert list(progress.rounds(3)) == []
     assert "0 of 3 rounds" in progress.incomplete()
+
+
+def test_a_part_has_its_first_round_and_leaves_the_rest_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_began": time.monotonic() - 50.0, "_limit_s": 100.0, "_reason": ""}.items():
+        monkeypatch.setattr(progress, name, value)
+
+    with progress.until(0.4):
+        assert list(progress.rounds(3)) == [1]
+    assert "40% of the limit of 100 s, after 1 of 3 rounds" in progress.incomplete()
+    assert list(progress.rounds(3)) == [1, 2, 3]
 
 
 def test_every_scenario_has_a_limit() -> None:
