@@ -42,8 +42,8 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
     "EmbeddingGemma2": build_embedding_gemma2,
     "CLAP": build_clap,
 }
-# Steps of a forward beside those within the native forward, which computes all layers of the first four; GME has four in
-# each of two layers of images, seven in each of two of texts.
+# Steps of a forward beside those within the native forward, which computes all layers of the first four; GME has four
+# in each of two layers of images, seven in each of two of texts.
 LEAST = {"CLIP": 1, "SigLIP2 NaFlex": 1, "ColPali": 3, "ColModernVBert": 3, "ColQwen2": 10, "CLAP": 10}
 LEAST |= dict.fromkeys(("Qwen3-VL", "GME", "EmbeddingGemma2"), 22)
 
