@@ -1,4 +1,4 @@
-"""Queries come in between the steps of what a model computes for a bulk job of images or sounds, whoever computes it."""
+"""Queries come in between the steps of a bulk job of images or sounds, whichever code computes these."""
 
 from __future__ import annotations
 
