@@ -198,7 +198,7 @@ class Runner:
                 self._memory_returned, self._returned_at = True, time.monotonic()
 
     def _serve_between_steps(self) -> None:
-        """Within a bulk batch on the thread of both lanes: compute the queries that wait; a fifth of the time is left."""
+        """Within a bulk batch on the thread of both lanes: compute queries that wait, but for a fifth of the time."""
         began = time.monotonic()
         if began < self._left_until or not self._queue.texts(Lane.INTERACTIVE) or not self._in_flight.wait_for_room():
             return

@@ -261,8 +261,8 @@ class PageModel(PicturedModel):
             return [[one] for one in pictures]
         found = []
         for (_, down, across), group in itertools.groupby(pictures, key=np.shape):
-            alike = list(group)
-            step = len(alike) if gpu.is_gpu(self.backbone.device) else max(1, _TOKENS_TOGETHER // len(self._ids.of(across, down)))
+            alike, tokens = list(group), len(self._ids.of(across, down))
+            step = len(alike) if gpu.is_gpu(self.backbone.device) else max(1, _TOKENS_TOGETHER // tokens)
             found += [alike[at : at + step] for at in range(0, len(alike), step)]
         return found
 
