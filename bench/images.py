@@ -83,8 +83,8 @@ def run(options: argparse.Namespace) -> int:
         "the language model, with random weights; JPEG files of A4 at 150 dpi, 1,030 tokens each",
         "method": f"{options.rounds} rounds, one pass of each path in turn, {options.images} photographs or "
         f"{options.pages} pages; × is within a round",
-        "stages": f"processor time of decoding, resizing and the forward, of {_BATCH} images or {_STAGED_PAGES} pages; forward "
-        "here includes the numbers of pixels, which transformers makes in its preprocessing",
+        "stages": f"processor time of decoding, resizing and the forward, of {_BATCH} images or {_STAGED_PAGES} pages; "
+        "forward here includes the numbers of pixels, which transformers makes in its preprocessing",
         "size": "tiny models, whose figures mean nothing" if options.tiny else "as named",
         "a text query beside images": _told(beside_images, options),
         "a text query beside pages": _told(beside_pages, options),
