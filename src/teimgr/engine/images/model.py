@@ -53,7 +53,7 @@ class TextTables(nn.Module):
 
 
 def at_a_time(pictures: int, vision: nn.Module) -> int:
-    """How many of so many pictures go through `vision` together: on a CPU few, between which queries come in."""
+    """How many of the pictures go through `vision` together: on a CPU few, between which queries come in."""
     on_gpu = gpu.is_gpu(next(vision.parameters()).device)
     return pictures if on_gpu else _AT_A_TIME * torch.get_num_threads()
 
