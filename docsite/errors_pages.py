@@ -25,9 +25,9 @@ Every failure has one of these codes; a code is never renamed. Causes and remedi
 * **Command line**: the cause after `why:`, with `--json` `error.code`; the exit status below.
 
 Answers 429 and 503 have `Retry-After`, and their gRPC statuses `{PUSHBACK_KEY}`: whole seconds and milliseconds after
-which to try again, unless that depends on an operator. Dialects other than TEI's have neither 422 nor 424: there an
-input that breaks a rule is 400, and a failed inference 500. REST answers `NOT_FOUND`, `METHOD_NOT_ALLOWED` and
-`UNSUPPORTED_MEDIA_TYPE` to requests that no route takes.
+which to try again, unless that depends on an operator; answers of REST have it where the time is known. Dialects other
+than TEI's have neither 422 nor 424: there an input that breaks a rule is 400, and a failed inference 500.
+REST answers `NOT_FOUND`, `METHOD_NOT_ALLOWED` and `UNSUPPORTED_MEDIA_TYPE` to requests that no route takes.
 """
 _TROUBLE_HEAD = f"""# Troubleshooting by error code
 

@@ -67,7 +67,8 @@ _ANSWERS_HEAD = """## Bodies of answers
 
 Fields that do not apply are absent or `null`. A failure has `error`, `code` and `timestamp` everywhere but in the
 dialects ([Errors](errors.md)); any route answers 401 `UNAUTHENTICATED` and 403 `FORBIDDEN` where keys are required, 404
-for a name that is not there, 400 or 422 for a body or query that is refused, 429 and 503 with `Retry-After`.
+for a name that is not there, 400 or 422 for a body or query that is refused, 429 and 503, with `Retry-After` where the
+time is known.
 """
 _INFERENCE_HEAD = f"""## Inference
 

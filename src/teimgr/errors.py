@@ -82,6 +82,7 @@ class TeimgrError(Exception):
     code: ClassVar[Code] = Code.INTERNAL_ERROR
     UNTOLD: ClassVar[float] = -1.0  # in place of `retry_after_s`: it depends on an operator
     retry_after_s: float | None = None  # when to try again, where that was estimated
+    is_of_load: bool = False  # `retry_after_s` is what is left of a load, which other calls do not change
     input_index: int | None = None  # of the input at fault, if the call has several
 
     def __init_subclass__(cls, code: Code | None = None) -> None:
@@ -101,6 +102,10 @@ class TeimgrError(Exception):
     def try_after(self, seconds: float | None) -> None:
         """Say when to try again."""
         self.retry_after_s = seconds
+
+    def try_after_load(self, seconds: float | None) -> None:
+        """Say when to try again by what is left of a load."""
+        self.retry_after_s, self.is_of_load = seconds, True
 
     def reword(self, message: str) -> None:
         """Replace the message by a more detailed one."""

@@ -60,6 +60,12 @@ def test_who_may_come_back_is_told_when(error: TeimgrError, pushback: str | None
     assert dict(GrpcStatus.of(error).metadata).get("grpc-retry-pushback-ms") == pushback
 
 
+def test_what_is_left_of_a_load_is_told_to_its_end_also_where_too_many_wait_for_it() -> None:
+    for error in (Overloaded(), Unavailable("loading")):
+        error.try_after_load(95.5)
+        assert dict(GrpcStatus.of(error).metadata)["grpc-retry-pushback-ms"] == "96000"
+
+
 def test_the_time_to_come_back_survives_an_error_frame() -> None:
     refused, other = Overloaded(retry_after_s=3.4), Unavailable("loading")
 

@@ -258,7 +258,9 @@ class DaemonLoads:
             answer_call(self._answers, message["ready"], None)
         if "refused" in message:
             call, code, text, retry_after_s = message["refused"]
-            answer_call(self._answers, call, error_from_code(code, text, retry_after_s=retry_after_s))
+            error = error_from_code(code, text)
+            error.try_after_load(retry_after_s)
+            answer_call(self._answers, call, error)
 
     def lost(self) -> None:
         """The last daemon has gone: no call that waits gets an answer."""

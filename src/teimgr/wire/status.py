@@ -118,7 +118,8 @@ def retry_after_s(error: TeimgrError) -> int | None:
     estimate = error.retry_after_s or RETRY_AFTER_S
     if isinstance(error, TenantQuotaReached):
         return math.ceil(max(estimate, RETRY_AFTER_S))
-    most = _MAX_LOAD_S if error.code is Code.BACKEND_UNAVAILABLE else _MAX_RETRY_AFTER_S
+    is_of_load = error.is_of_load or error.code is Code.BACKEND_UNAVAILABLE
+    most = _MAX_LOAD_S if is_of_load else _MAX_RETRY_AFTER_S
     return math.ceil(min(max(estimate, RETRY_AFTER_S), most))
 
 

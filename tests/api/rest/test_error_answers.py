@@ -9,7 +9,7 @@ from tests.support.rest_listener import Front, failed
 from yarl import URL
 
 from teimgr.api.rest.error_answers import error_response
-from teimgr.errors import Code, error_from_code
+from teimgr.errors import Code, TeimgrError, error_from_code
 from teimgr.wire.status import STATUS
 
 
@@ -77,7 +77,11 @@ def test_every_failure_has_its_status_and_says_when_to_come_back(code: Code) -> 
     response = error_response(error_from_code(code, "why"))
     assert response.status_code == STATUS[code].http
     assert failed(json.loads(bytes(response.body)), code.name) == "why"
-    assert ("Retry-After" in response.headers) == (STATUS[code].http in (429, 503))
+    assert "Retry-After" not in response.headers  # the time is not known
+    response = error_response(error_from_code(code, "why", retry_after_s=17.2))
+    assert response.headers.get("Retry-After") == ("18" if STATUS[code].http in (429, 503) else None)
+    response = error_response(error_from_code(code, "why", retry_after_s=TeimgrError.UNTOLD))
+    assert "Retry-After" not in response.headers
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from teimgr.control.residence.residence import Residence, error_of
 from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Stopped, TeimgrError, Unavailable
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State
 from teimgr.wire.routing.directory import Directory
+from teimgr.wire.status import retry_after_s
 
 
 class ScriptedOwner:
@@ -185,6 +186,7 @@ async def test_a_call_waits_no_longer_than_its_deadline(monkeypatch: pytest.Monk
             await call(residence, "a", None)
         assert refused.value.retry_after_s == 0.0  # the load is overdue
     assert error_of(Refuse(1, Refusal.NO_ROOM, "no more can be")).retry_after_s == TeimgrError.UNTOLD
+    assert retry_after_s(error_of(Refuse(1, Refusal.QUEUE, "too many wait", 95.5))) == 96
 
 
 async def test_a_call_that_names_an_allowed_model_has_an_instance_made() -> None:

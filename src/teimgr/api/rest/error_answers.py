@@ -26,7 +26,7 @@ from teimgr.errors import Broken, Code, Internal, TeimgrError, ValidationError
 from teimgr.observability.shown_text import in_own_words
 from teimgr.spec import now_rfc3339
 from teimgr.wire.error_bodies import OPENAI, failure, refusal
-from teimgr.wire.status import RETRY_AFTER_S, STATUS, TRY_AGAIN
+from teimgr.wire.status import STATUS, TRY_AGAIN, retry_after_s
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +50,10 @@ def error_body(code: str, message: str) -> dict[str, str]:
 
 
 def error_response(error: TeimgrError) -> Response:
-    """A domain error with its HTTP status; temporary ones with Retry-After."""
+    """A domain error with its HTTP status; temporary ones with Retry-After where it is known how long they last."""
     status = STATUS[error.code].http
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in TRY_AGAIN else {}
+    seconds = retry_after_s(error) if status in TRY_AGAIN and error.retry_after_s is not None else None
+    headers = {} if seconds is None else {"Retry-After": str(seconds)}
     return _error(status, error.code.name, error.message, headers)
 
 

@@ -471,5 +471,5 @@ def error_of(refusal: Refuse) -> TeimgrError:
         case _:
             error = Unavailable(refusal.reason)
     is_untold = refusal.why in (Refusal.NO_ROOM, Refusal.STOPPED)
-    error.try_after(TeimgrError.UNTOLD if is_untold else refusal.retry_after_s)
+    error.try_after_load(TeimgrError.UNTOLD if is_untold else refusal.retry_after_s)
     return error
