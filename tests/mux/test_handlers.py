@@ -607,7 +607,7 @@ async def test_calls_without_a_message_are_bounded_and_end_and_leave_their_place
     start_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 100
-    monkeypatch.setattr(handlers, "_OPEN_CALLS", calls)
+    monkeypatch.setattr(handlers, "_OPEN_CALLS", 2 * calls)  # of which a caller leaves half
     monkeypatch.setattr(handlers, "_MESSAGE_S", 2)
     entry = running("a", await start_worker(Request.reply))
 
@@ -640,6 +640,62 @@ async def test_calls_without_a_message_are_bounded_and_end_and_leave_their_place
             assert ended == ["4"] * calls
 
         assert await stub(channel, "Embed")(embed("served when they are free"))
+
+
+async def test_calls_without_a_message_of_one_key_leave_places_to_another(
+    start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "_OPEN_CALLS", 8)
+    keys = tuple(Key(name, digest(name * 40), ("inference",)) for name in ("a", "b"))
+
+    async with (
+        Server(Policy(keys=keys), running("a", await start_worker(Request.reply))) as port,
+        connecting("127.0.0.1", port) as connect,
+        asyncio.timeout(LIMIT_S),
+    ):
+        silent, other = await connect(), await connect()
+        for _ in range(20):
+            silent.open([*head(EMBED), ("authorization", f"Bearer {'a' * 40}")])
+        await silent.settled()
+
+        late = other.open([*head(EMBED), ("authorization", f"Bearer {'b' * 40}")])
+        await other.settled()  # its message comes after its head
+        other.h2.send_data(late, framed(embed("x").SerializeToString()), end_stream=True)
+        other.flush()
+        assert dict((await other.until(h2.events.TrailersReceived)).headers)["grpc-status"] == "0"
+
+
+async def test_replies_of_a_stream_that_are_not_read_are_charged(
+    start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "_HELD_BYTES", 40_000)  # a connection a quarter
+    reply = tei_pb2.EmbedAllResponse(
+        token_embeddings=[tei_pb2.TokenEmbedding(embeddings=[1] * 250)]
+    ).SerializeToString()
+    answered = 0
+
+    def answer(request: Request) -> None:
+        nonlocal answered
+        answered += 1
+        request.reply(reply)
+
+    worker = await start_worker(answer)
+    path = "/tei_multiplexer.v1.TeiMultiplexer/EmbedAllStream"
+    request = mux_pb2.EmbedAllRequest(target=to("a"), request=tei_pb2.EmbedAllRequest(inputs="x"))
+
+    async with (
+        Server(Policy(), running("a", worker)) as port,
+        connecting("127.0.0.1", port) as connect,
+        asyncio.timeout(LIMIT_S),
+    ):
+        silent = await connect()
+        silent.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        stream = silent.open(head(path))
+        for _ in range(60):  # one behind the other: each reply arrives before the next is read
+            silent.h2.send_data(stream, framed(request.SerializeToString()))
+            silent.flush()
+            await silent.settled()
+        assert 10_000 // len(reply) <= answered < 20
 
 
 async def test_a_call_that_ends_without_a_message_is_invalid() -> None:
@@ -722,7 +778,7 @@ async def test_a_message_of_many_fields_holds_up_no_other_call(start_mux: Any, s
             await stub(light, "Embed")(embed("x"))
             slowest = max(slowest, time.monotonic() - began)
         for each in sent:
-            assert await each == (Status.INVALID_ARGUMENT, "The message has more than 4096 fields")
+            assert await each == (Status.INVALID_ARGUMENT, "The message has more than 128 fields")
     assert slowest < 5, "scanning them took half a minute each"
     await control.close()
 

@@ -9,10 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from teimgr.errors import InvalidInput
+from teimgr.wire.arrow_limits import MAX_COLUMNS
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
+from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import (
-    MAX_FIELDS,
     Envelope,
     Target,
     bytes_field,
@@ -211,16 +212,32 @@ MANY = 20_000_000
 )
 def test_fields_are_counted_and_too_many_refused_at_once(message: bytes) -> None:
     began = time.monotonic()
-    with pytest.raises(InvalidInput, match="more than 4096 fields"):
+    with pytest.raises(InvalidInput, match="more than 128 fields"):
         read_envelope(message, 2)
-    with pytest.raises(InvalidInput, match="more than 4096 fields"):
+    with pytest.raises(InvalidInput, match="more than 1152 fields"):
+        read_envelope(message, 2, has_table=True)
+    with pytest.raises(InvalidInput, match="more than 1152 fields"):
         without_fields(message, 1)
+    with pytest.raises(InvalidInput, match="more than 4096 fields"):
+        bytes_field(message, 1)
     assert time.monotonic() - began < 2, "20 million take Python half a minute"
 
 
-def test_as_many_fields_as_allowed_are_read() -> None:
-    message = b"\x0a\x03\x0a\x01a" + b"\x78\0" * (MAX_FIELDS - 2) + b"\x12\x01b"
-    assert read_envelope(message, 2) == Envelope(b"\x0a\x01a", b"b")
+@pytest.mark.parametrize(("most", "has_table"), [(128, False), (1152, True)])
+def test_as_many_fields_as_allowed_are_read(most: int, has_table: bool) -> None:
+    message = b"\x0a\x03\x0a\x01a" + b"\x78\0" * (most - 2) + b"\x12\x01b"
+    assert read_envelope(message, 2, has_table=has_table) == Envelope(b"\x0a\x01a", b"b")
+
+
+def test_an_arrow_request_may_name_as_many_columns_as_a_table_may_have() -> None:
+    names = [f"column {number}" for number in range(MAX_COLUMNS)]
+    request = arrow_pb2.ArrowRequest(target=mux_pb2.Target(instance_name="a"), arrow_ipc=b"table", key_columns=names)
+    assert read_envelope(request.SerializeToString(), 2, has_table=True).inner == b"table"
+
+
+def test_a_target_has_few_fields() -> None:
+    with pytest.raises(InvalidInput, match="more than 128 fields"):
+        read_target(b"\x0a\x01a" + b"\x78\0" * 128)
 
 
 def test_a_target_is_bounded() -> None:

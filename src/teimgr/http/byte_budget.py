@@ -1,4 +1,4 @@
-"""Budgets of bytes in memory, shared by calls: FIFO semaphores for one event loop."""
+"""Budgets that calls share on one event loop: of bytes in memory, FIFO semaphores, and of places."""
 
 from __future__ import annotations
 
@@ -148,6 +148,32 @@ class Shares:
         part, users = self._parts.pop(sharer)
         if users > 1:
             self._parts[sharer] = part, users - 1
+
+
+class Places:
+    """Places of a limited number, of which a caller takes as many at most as it leaves: half, if no other has any.
+
+    So another caller still gets one.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+        self._taken: dict[Hashable, int] = {}
+
+    def take(self, caller: Hashable) -> bool:
+        """Take a place, which `leave` gives back; False if the caller may have no more."""
+        taken = self._taken.get(caller, 0)
+        if taken >= self._left:
+            return False
+        self._taken[caller] = taken + 1
+        self._left -= 1
+        return True
+
+    def leave(self, caller: Hashable) -> None:
+        self._left += 1
+        self._taken[caller] -= 1
+        if not self._taken[caller]:
+            del self._taken[caller]
 
 
 class UnreadReplies(ByteBudget):

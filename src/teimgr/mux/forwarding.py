@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from teimgr.errors import AmbiguousInstance, DeadlineExceeded, InvalidInput, NotLoaded, TeimgrError, Unavailable
+from teimgr.http.byte_budget import UnreadReplies
 from teimgr.mux.call_counters import CallRecord
 from teimgr.wire.arrow_limits import read_outline
 from teimgr.wire.frames import in_lane
@@ -198,12 +199,13 @@ class StreamForwarder:
         self,
         receive: Receive,
         window: int,
+        unread: UnreadReplies,
         *,
         on_first: Callable[[Marks], Awaitable[None]],
         send: Callable[[Slice], Awaitable[None]],
     ) -> None:
-        """Pump the stream that `receive` reads; `on_first` is called once, when the first target is found,
-        with the space of its worker.
+        """Pump the stream that `receive` reads, as `StreamPump`; `on_first` is called once, when the first target is
+        found, with the space of its worker.
 
         Raises:
             TeimgrError: of the first message, in request order, that failed.
@@ -245,7 +247,7 @@ class StreamForwarder:
             await send(payload)
 
         with self._leases:
-            await StreamPump(self._rpc, window, receive=receive_whole, start=start, send=reply).run()
+            await StreamPump(self._rpc, window, unread, receive=receive_whole, start=start, send=reply).run()
 
     def _lease_of(self, envelope: Envelope, message: Octets) -> Lease:
         """The lease of the message's target; that of the message before while its worker serves."""
@@ -296,7 +298,7 @@ def _lease_for(rpc: Rpc, router: RouterView, target: Target, message: Octets) ->
 
 def _check_arrow(rpc: Rpc, message: Octets) -> None:
     try:
-        outline = read_outline(read_envelope(message, rpc.arrow_field).inner or b"")
+        outline = read_outline(read_envelope(message, rpc.arrow_field, has_table=True).inner or b"")
     except ValueError as error:
         raise InvalidInput(f"Invalid Arrow IPC: {error}") from error
     if rpc.service != SERVICE.full_name:

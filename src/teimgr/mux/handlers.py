@@ -20,7 +20,7 @@ from teimgr.http.auth.policy import (
     authenticate_call,
     certificate_from_tls,
 )
-from teimgr.http.byte_budget import ByteBudget, UnreadReplies
+from teimgr.http.byte_budget import ByteBudget, Places, UnreadReplies
 from teimgr.http.connection_gate import Ticket
 from teimgr.http.http1 import ListenerState
 from teimgr.http.http2.connection import Connection, MaxAge
@@ -62,30 +62,29 @@ _CONTEXT_KEYS = (REQUEST_ID, TRACEPARENT, TRACESTATE)
 _OK = GrpcStatus()
 
 
-class MessageReader:
-    """Reads messages of calls, of which at most `limit` may wait at a time, each within `limit_s`."""
+class FirstMessages:
+    """Reads the messages of single calls, of which at most `limit` may wait at a time, each within `limit_s`."""
 
-    def __init__(self, limit: int | None, limit_s: float) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._waiting = 0
+        self._places = Places(limit)
 
     async def next(self, call: RpcStream) -> Octets | None:
-        """The call's next message, None if the client has half-closed.
+        """The call's message, None if the client has half-closed.
 
         Raises:
-            Overloaded: too many calls wait for theirs.
+            Overloaded: too many calls, or too many of the caller, wait for theirs.
             TeimgrError: as `RpcStream.receive`.
         """
         if (message := call.received()) is not None:
             return message
-        if self._limit is not None and self._waiting >= self._limit:
+        caller = call.stream.connection.caller
+        if not self._places.take(caller):
             raise Overloaded("Too many calls have sent no message yet; try again later")
-        self._waiting += 1
         try:
             return await call.receive(self._limit_s)
         finally:
-            self._waiting -= 1
+            self._places.leave(caller)
 
 
 class Peer:
@@ -197,8 +196,7 @@ class MuxHandlers:
         self._counters = counters
         self._request_timeout_s = request_timeout_s or None
         self._window = window
-        self._messages = MessageReader(_OPEN_CALLS // processes, _MESSAGE_S)
-        self._stream_messages = MessageReader(None, STREAM_PAUSE_S)
+        self._messages = FirstMessages(_OPEN_CALLS // processes, _MESSAGE_S)
         self._held = ByteBudget(_HELD_BYTES // processes)
         self._held_by_key: dict[str, ByteBudget] = {}  # of keys of the policy, so they are few
         self._unread = ByteBudget(_HELD_BYTES // processes)
@@ -364,7 +362,7 @@ class MuxHandlers:
 
     async def _bidi(self, call: InferenceCall, router: RouterView) -> None:
         async def receive() -> Octets | None:
-            message = await self._stream_messages.next(call)
+            message = await call.receive(STREAM_PAUSE_S)
             call.charge.release()  # the window bounds those in flight
             call.still_allowed()
             return message
@@ -382,7 +380,7 @@ class MuxHandlers:
             record=call.record,
             loads=self._loads,
         )
-        await forwarder.run(receive, self._window, on_first=partial(call.open, None), send=call.send)
+        await forwarder.run(receive, self._window, call.unread, on_first=partial(call.open, None), send=call.send)
 
     async def _client_stream(self, call: InferenceCall, router: RouterView) -> WorkerReply:
         async def receive() -> Octets | None:

@@ -85,7 +85,7 @@ class StandardServices:
             handler = self._handlers.get(call.path)
             if handler is None:
                 raise RpcStatusError(UNIMPLEMENTED, "Method not found!")
-            async with self._calls.bounded():
+            async with self._calls.bounded(call):
                 await handler(call, certificate)
             status = GrpcStatus()
         except TeimgrError as error:

@@ -16,8 +16,11 @@ from teimgr.errors import InvalidInput
 
 TARGET_FIELD = 1
 
-# Fields of a message, those of its groups included.
+# Fields of a message, those of its groups included: of any; of one with a target and a table, which may name 1,024
+# columns; of other messages with a target, and of a target, whose fields encoders write once each.
 MAX_FIELDS = 4096
+_MAX_TABLE_FIELDS = 1152
+_MAX_ENVELOPE_FIELDS = 128
 # Messages up to this size are parsed without a look at their fields: protobuf needs some 3 ms for the worst of them.
 UNCOUNTED_BYTES = 64 * 1024
 _MAX_TARGET_BYTES = 256 * 1024
@@ -52,15 +55,18 @@ def malformed(reason: str) -> InvalidInput:
     return InvalidInput(f"Malformed message: {reason}")
 
 
-def read_envelope(message: Octets, inner_field: int) -> Envelope:
+def read_envelope(message: Octets, inner_field: int, *, has_table: bool = False) -> Envelope:
     """The bytes of `target` and of field `inner_field` (0 = no such field) of a multiplexer message.
+
+    One that `has_table` may have more fields.
 
     Raises:
         InvalidInput: the bytes are not a protobuf message, or one of the two comes in parts of more than
             `MAX_JOINED_BYTES` together.
     """
     common = _common_envelope(message, inner_field)
-    return common if common is not None else _any_envelope(message, inner_field)
+    most = _MAX_TABLE_FIELDS if has_table else _MAX_ENVELOPE_FIELDS
+    return common if common is not None else _any_envelope(message, inner_field, most)
 
 
 def read_target(raw: Slice) -> Target:
@@ -72,7 +78,7 @@ def read_target(raw: Slice) -> Target:
     if len(raw) > _MAX_TARGET_BYTES:
         raise InvalidInput(f"`target` has {len(raw)} bytes, more than {_MAX_TARGET_BYTES}")
     target = Target()
-    for number, wire_type, start, end in scan(raw):
+    for number, wire_type, start, end in scan(raw, _MAX_ENVELOPE_FIELDS):
         if wire_type == _BYTES and number == 1:
             target = Target(instance_name=_text(raw[start:end]))
         elif wire_type == _BYTES and number == 2:
@@ -83,24 +89,24 @@ def read_target(raw: Slice) -> Target:
 
 
 def without_fields(message: Slice, *numbers: int) -> Slice:
-    """`message` less every occurrence of the given fields, the rest in its order; one part of it as a view.
+    """A `message` with a table less every occurrence of the given fields, the rest in its order; one part as a view.
 
     Raises:
         InvalidInput: the bytes are not a protobuf message, or the rest has parts of more than `MAX_JOINED_BYTES`.
     """
-    return _split(message, numbers)[0]
+    return _split(message, numbers, _MAX_TABLE_FIELDS)[0]
 
 
 def split_off(message: Slice, number: int) -> tuple[Slice, memoryview]:
     """`message` as `without_fields`, and the last value of that field of bytes as `bytes_field`; raises as both."""
-    return _split(message, (number,))
+    return _split(message, (number,), MAX_FIELDS)
 
 
-def _split(message: Slice, numbers: Collection[int]) -> tuple[Slice, memoryview]:
+def _split(message: Slice, numbers: Collection[int], most: int) -> tuple[Slice, memoryview]:
     kept: list[tuple[int, int]] = []
     value = memoryview(b"")
     at = 0
-    for number, wire_type, start, end in scan(message):
+    for number, wire_type, start, end in scan(message, most):
         if number not in numbers:
             joins = kept and kept[-1][1] == at
             kept[-1:] = [(kept[-1][0], end)] if joins else [*kept[-1:], (at, end)]
@@ -174,10 +180,10 @@ def _common_envelope(message: Octets, inner_field: int) -> Envelope | None:
     return Envelope(target, _cut(message, start, size)) if start + length == size else None
 
 
-def _any_envelope(message: Octets, inner_field: int) -> Envelope:
+def _any_envelope(message: Octets, inner_field: int, most: int) -> Envelope:
     targets: list[Slice] = []
     inners: list[Slice] = []
-    for number, wire_type, start, end in scan(message):
+    for number, wire_type, start, end in scan(message, most):
         if wire_type == _BYTES and number == TARGET_FIELD:
             targets.append(_cut(message, start, end))
         elif wire_type == _BYTES and number == inner_field:

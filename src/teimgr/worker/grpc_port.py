@@ -17,7 +17,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from teimgr.errors import DeadlineExceeded, InvalidInput, TeimgrError, Unavailable
 from teimgr.http.byte_budget import ByteBudget, Charge, UnreadReplies
-from teimgr.http.connection_gate import STALL_S, Ticket
+from teimgr.http.connection_gate import Ticket
 from teimgr.http.http1 import ServerConnections
 from teimgr.http.http2.connection import Connection
 from teimgr.http.http2.requests import HttpStreams
@@ -35,7 +35,7 @@ from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import Octets
 from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
-from teimgr.worker.calls import AwaitedReply, CallReply, MethodCall
+from teimgr.worker.calls import AwaitedReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods import handle
 
@@ -59,30 +59,18 @@ _KINDS_OF_SERVICE = {
 class GrpcCall(AwaitedReply, MethodCall):
     """A message of the instance port's gRPC."""
 
-    __slots__ = ("_dispatcher", "_held", "answer")
+    __slots__ = ("_dispatcher", "answer")
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        unread: UnreadReplies,
-        method: int,
-        payload: Octets,
-        flags: int,
-        deadline: float | None,
+        self, dispatcher: Dispatcher, method: int, payload: Octets, flags: int, deadline: float | None
     ) -> None:
         super().__init__(method, payload, flags, deadline)
         self._dispatcher = dispatcher
-        self._held = Charge(unread)
         self.answer = asyncio.get_running_loop().create_future()
 
-    def reply(self, reply: CallReply) -> None:
-        self._held.add(len(reply.payload))
-        super().reply(reply)
-
     def cancel(self) -> None:
-        """Take the call out of the worker; once it is answered, release its reply."""
+        """Take the call out of the worker; no effect once it is answered."""
         self._dispatcher.cancel(self)
-        self._held.release()
 
 
 class PortStream(RpcStream):
@@ -193,7 +181,7 @@ class GrpcPort:
             standard = self._standard.get(stream.path)
             if standard is None:
                 raise RpcStatusError(UNIMPLEMENTED, "Method not found")
-            async with self._calls.bounded():
+            async with self._calls.bounded(stream):
                 await standard(stream)
             return
         if not self._dispatcher.spec.accepts(stream.metadata.get("authorization", "").encode()):
@@ -217,28 +205,26 @@ class GrpcPort:
             async def start(message: Octets, flags: int) -> GrpcCall:
                 return self._start(rpc, message, in_lane(flags, lane), deadline, stream)
 
-            async def receive() -> Octets | None:
-                if not stream.unread.has_room:
-                    await stream.unread.room(STALL_S)
-                return await stream.receive(STREAM_PAUSE_S)
-
             await stream.open(None, self._dispatcher.space_marks)
-            await StreamPump(rpc, _WINDOW, receive=receive, start=start, send=stream.send).run()
+            receive = partial(stream.receive, STREAM_PAUSE_S)
+            await StreamPump(rpc, _WINDOW, stream.unread, receive=receive, start=start, send=stream.send).run()
 
     async def _single(self, rpc: Rpc, payload: Octets, flags: int, deadline: float | None, stream: PortStream) -> None:
         """Send the one reply, after initial metadata with its compute cost."""
-        call = self._start(rpc, payload, flags, deadline, stream)
+        call, held = self._start(rpc, payload, flags, deadline, stream), Charge(stream.unread)
         try:
             reply = await call.answer
+            held.add(len(reply.payload))
             costs = reply.timings.headers() if rpc.reports_compute and reply.timings is not None else None
             await stream.open(costs, self._dispatcher.space_marks)
             await stream.send(reply.payload)
         finally:
             call.cancel()
+            held.release()
             del call  # else it, its error and this frame are a cycle, which keeps the payload
 
     def _start(self, rpc: Rpc, payload: Octets, flags: int, deadline: float | None, stream: PortStream) -> GrpcCall:
-        call = GrpcCall(self._dispatcher, stream.unread, rpc.worker_method(), payload, flags, deadline)
+        call = GrpcCall(self._dispatcher, rpc.worker_method(), payload, flags, deadline)
         handle(self._dispatcher, call)
         stream.charge.release()  # the dispatcher counts the payload from here on
         return call

@@ -85,6 +85,12 @@ def call(peer: Peer, path: str, body: bytes = b"", *, end: bool = True) -> int:
     return stream
 
 
+@pytest.fixture
+def three_a_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the port: a caller leaves as many places as it takes."""
+    monkeypatch.setattr(standard_calls, "MAX_OPEN", 6)
+
+
 async def status_of(peer: Peer, stream: int) -> dict[str, str]:
     """The headers that have the status of a call."""
     while True:
@@ -128,8 +134,7 @@ async def test_a_reflection_reply_repeats_no_large_request(port: Port) -> None:
     assert "larger than max (50" in refused["grpc-message"]
 
 
-async def test_calls_whose_replies_are_not_read_are_bounded(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standard_calls, "MAX_OPEN", 3)
+async def test_calls_whose_replies_are_not_read_are_bounded(three_a_caller: None, port: Port) -> None:
     silent = await reads_nothing(port)
 
     for _ in range(10):
@@ -143,9 +148,8 @@ async def test_calls_whose_replies_are_not_read_are_bounded(port: Port, monkeypa
 
 @pytest.mark.parametrize("path", [CHECK, WATCH, REFLECT])
 async def test_calls_that_wait_keep_no_check_of_others_from_its_answer(
-    port: Port, path: str, monkeypatch: pytest.MonkeyPatch
+    three_a_caller: None, port: Port, path: str
 ) -> None:
-    monkeypatch.setattr(standard_calls, "MAX_OPEN", 3)
     idle, other = await port.connect(), await port.connect()
     first, *_, last = [call(idle, path, framed(b"") if path == WATCH else b"", end=False) for _ in range(4)]
 

@@ -8,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teimgr.errors import InvalidInput, TooLarge
+from teimgr.http.byte_budget import ByteBudget, UnreadReplies
 from teimgr.wire.frames import Flag
 from teimgr.wire.grpc_core import streams
 from teimgr.wire.grpc_core.rpc_table import BY_PATH
-from teimgr.wire.grpc_core.streams import HELD_BYTES, INTERACTIVE_MESSAGES, PairCollector, StreamPump, StreamWindow
+from teimgr.wire.grpc_core.streams import (
+    FIRST_MESSAGES,
+    HELD_BYTES,
+    INTERACTIVE_MESSAGES,
+    PairCollector,
+    StreamPump,
+    StreamWindow,
+)
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.teimgr.v1 import frames_pb2
 from teimgr.wire.routing.links import WorkerReply
@@ -83,12 +91,26 @@ async def test_a_window_lets_in_its_limit_and_one_more_for_each_that_leaves() ->
 
 async def test_large_answers_shrink_it_to_what_may_lie_in_memory() -> None:
     window = StreamWindow(1024)
-    await entered(window)
+    assert await entered(window) == FIRST_MESSAGES, "before any reply has told its size"
 
-    for _ in range(1024):
+    for _ in range(FIRST_MESSAGES):
         window.leave(HELD_BYTES // 10)
 
     assert await entered(window) == 10
+
+
+async def test_it_opens_by_a_message_for_each_reply_that_is_read() -> None:
+    window = StreamWindow(1024)
+    await entered(window)
+
+    window.leave(10)
+    assert await entered(window) == 2
+
+    for _ in range(1024):
+        window.leave(10)
+        await window.enter()
+    await entered(window)
+    assert window.in_flight == 1024
 
 
 async def test_a_conversation_goes_on_however_large_the_answers() -> None:
@@ -133,7 +155,8 @@ class Pumped:
         self.calls: list[Call] = []
         self.sent: list[bytes] = []
         self._messages: Iterator[bytes] = iter(messages)
-        pump = StreamPump(BY_PATH[path], window, receive=self._receive, start=self._start, send=self._send)
+        self.unread = UnreadReplies(ByteBudget(1000), 1)
+        pump = StreamPump(BY_PATH[path], window, self.unread, receive=self._receive, start=self._start, send=self._send)
         self.running = asyncio.create_task(pump.run())
 
     async def _receive(self) -> bytes | None:
@@ -157,9 +180,12 @@ async def test_replies_leave_in_request_order_and_a_message_without_reply_leaves
 
     for call in reversed(pumped.calls):
         call.reply()
+        await asyncio.sleep(0)
+        assert pumped.unread.taken_bytes == (0 if pumped.sent else 3 - pumped.calls.index(call)), "from its arrival on"
     await pumped.running
 
     assert pumped.sent == [b"A", b"B", b"C"]
+    assert pumped.unread.taken_bytes == 0
 
 
 async def test_a_failure_ends_the_stream_in_its_place_and_cancels_the_rest() -> None:
@@ -242,7 +268,8 @@ async def test_two_cancellations_in_a_row_leave_no_call_in_flight(turns: int) ->
     async def send(payload: bytes) -> None:
         pass
 
-    pump = StreamPump(BY_PATH["/tei.v1.Embed/EmbedStream"], 100, receive=receive, start=start, send=send)
+    unread = UnreadReplies(ByteBudget(1000), 1)
+    pump = StreamPump(BY_PATH["/tei.v1.Embed/EmbedStream"], 100, unread, receive=receive, start=start, send=send)
     running = asyncio.create_task(pump.run())
     await all_started.wait()
     assert len(live) == 10

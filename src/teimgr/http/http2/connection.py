@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
         self._allowance = float(_CONTROL_BURST)
         self._allowance_at = 0.0
         self._ticket = ticket
-        self._caller: Hashable = ticket.network if ticket else ""  # with whose connections it shares its turns
+        self.caller: Hashable = ticket.network if ticket else ""  # with whose connections it shares its turns
         self._idle_since: float | None = None  # once it has had a stream
         self._frame_timer: asyncio.TimerHandle | None = None
         self._received_bytes = 0
@@ -159,7 +159,7 @@ class Connection(asyncio.Protocol):
         else:
             self._is_behind = self._process(data) > 0
             if self._is_behind:
-                self._turns.wait(self._caller, self._catch_up)
+                self._turns.wait(self.caller, self._catch_up)
 
     def _process(self, data: bytes = b"") -> int:
         """Process what was received, as far as this turn of the event loop allows; what the next frame needs, or 0."""
@@ -230,7 +230,7 @@ class Connection(asyncio.Protocol):
         self._stall_guard.resumed()
         self._is_full = False
         if self._is_behind:
-            self._turns.wait(self._caller, self._catch_up)
+            self._turns.wait(self.caller, self._catch_up)
         self._read_or_pause()
         self.sender.resume()
 
@@ -316,7 +316,7 @@ class Connection(asyncio.Protocol):
 
     def belongs_to(self, caller: str) -> None:
         """Share turns of the loop with the other connections of this caller, no longer with those of its address."""
-        self._caller = ("key", caller)
+        self.caller = ("key", caller)
 
     def keep_open(self) -> None:
         """Allow the connection to be idle for long."""
@@ -354,13 +354,13 @@ class Connection(asyncio.Protocol):
         stream.call_when(lost=task.cancel)
         self._tasks.add(task)
         self._state.tasks.add(task)
-        self._state.tasks_of[self._caller] += 1
-        task.add_done_callback(partial(self._ended, stream, self._caller))
+        self._state.tasks_of[self.caller] += 1
+        task.add_done_callback(partial(self._ended, stream, self.caller))
         return True
 
     def _has_room(self) -> bool:
         """Whether the process, and this connection's caller, may have one more task."""
-        of_caller = self._state.tasks_of[self._caller]
+        of_caller = self._state.tasks_of[self.caller]
         return len(self._state.tasks) < MAX_TASKS and of_caller < max(1, MAX_TASKS // _CALLERS_SHARE)
 
     def _head_of(self, headers: Headers) -> RequestHead:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 from teimgr.http.connection_gate import MIN_READ_BYTES, STALL_S
@@ -18,6 +18,7 @@ class Connection(Protocol):
     `belongs_to` it shares turns of the loop with the other connections of a caller."""
 
     transport: asyncio.Transport
+    caller: Hashable
 
     @property
     def sender(self) -> Sender: ...

@@ -86,7 +86,7 @@ class Rpc:
         """
         if not self.has_target:
             return Envelope(None, message)
-        envelope = read_envelope(message, self.inner_field)
+        envelope = read_envelope(message, self.inner_field, has_table=bool(self.arrow_field))
         if self.payload is PayloadSource.INNER:
             return envelope
         return Envelope(envelope.target, message if self.payload is PayloadSource.WHOLE else b"")

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
 from teimgr.errors import Overloaded
-from teimgr.http.byte_budget import ByteBudget
+from teimgr.http.byte_budget import ByteBudget, Places
 from teimgr.http.http2.connection import MAX_TASKS
 from teimgr.http.http2.stream import Stream
 from teimgr.wire.grpc_core.health_reflection import Reflection
@@ -25,7 +25,7 @@ MESSAGE_S = 20.0
 
 
 class StandardCalls:
-    """The calls of health and reflection of one server: of at most `MAX_OPEN` that wait for something.
+    """The calls of health and reflection of one server: of at most `MAX_OPEN` that wait for something (`Places`).
 
     A call whose message has come with its head, and whose reply the client lets through, waits for nothing and is
     answered in any case. The budget is that of all others' messages together, so none waits for it.
@@ -33,7 +33,7 @@ class StandardCalls:
 
     def __init__(self) -> None:
         self._budget = ByteBudget(MAX_OPEN * MAX_MESSAGE_BYTES)
-        self._open = 0
+        self._places = Places(MAX_OPEN)
 
     def call(self, stream: Stream, max_reply_bytes: int) -> RpcStream:
         """The call on `stream`."""
@@ -47,20 +47,18 @@ class StandardCalls:
             await asyncio.sleep(0)
 
     @asynccontextmanager
-    async def bounded(self) -> AsyncIterator[None]:
-        """For the body of a call: it is counted if it has not ended by the next turn of the event loop.
+    async def bounded(self, call: RpcStream) -> AsyncIterator[None]:
+        """For the body of `call`: it is counted if it has not ended by the next turn of the event loop.
 
         Raises:
-            Overloaded: it is not open, and `MAX_OPEN` others are.
+            Overloaded: too many others are open, or of its caller.
         """
-        loop, is_counted = asyncio.get_running_loop(), False
+        loop, caller, is_counted = asyncio.get_running_loop(), call.stream.connection.caller, False
 
         def count() -> None:
             nonlocal is_counted
-            if self._open < MAX_OPEN:
-                self._open += 1
-                is_counted = True
-            else:
+            is_counted = self._places.take(caller)
+            if not is_counted:
                 limit.reschedule(loop.time())
 
         counting = loop.call_soon(count)
@@ -73,4 +71,5 @@ class StandardCalls:
             raise Overloaded("Too many calls of health and reflection are open; try again later") from None
         finally:
             counting.cancel()
-            self._open -= is_counted
+            if is_counted:
+                self._places.leave(caller)

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from teimgr.errors import DeadlineExceeded, InvalidInput, TooLarge
+from teimgr.http.byte_budget import Charge, UnreadReplies
+from teimgr.http.connection_gate import STALL_S
 from teimgr.wire.frames import Flag
 from teimgr.wire.grpc_core.rpc_table import Rpc
 from teimgr.wire.protobuf import Octets, Slice, varint
@@ -17,6 +19,8 @@ INTERACTIVE_MESSAGES = 4
 HELD_BYTES = 64 * 1024 * 1024
 # A client of a bidi stream may pause for so long, on either port.
 STREAM_PAUSE_S = 3600.0
+# Messages in flight before a reply has shown its size; each reply that the client reads allows one more.
+FIRST_MESSAGES = 64
 # Arrow batches are megabytes each: enough to keep a worker busy, few enough to bound the memory.
 ARROW_WINDOW = 4
 
@@ -40,7 +44,7 @@ class _Pace:
 
 
 class StreamWindow:
-    """Bound on the messages of one stream in flight: `limit`, fewer while the replies are large.
+    """Bound on the messages of one stream in flight: `limit`, fewer while the replies are large or few are read.
 
     For a single task that enters.
     """
@@ -48,7 +52,7 @@ class StreamWindow:
     def __init__(self, limit: int) -> None:
         self.in_flight = 0
         self._limit = limit
-        self._allowed = limit
+        self._begun = self._allowed = min(limit, FIRST_MESSAGES)
         self._has_room = asyncio.Event()
 
     @property
@@ -64,8 +68,9 @@ class StreamWindow:
 
     def leave(self, reply_bytes: int = 0) -> None:
         self.in_flight -= 1
+        self._begun = min(self._limit, self._begun + 1)
         if reply_bytes:
-            self._allowed = min(self._limit, max(INTERACTIVE_MESSAGES, HELD_BYTES // reply_bytes))
+            self._allowed = min(self._begun, max(INTERACTIVE_MESSAGES, HELD_BYTES // reply_bytes))
         self._has_room.set()
 
 
@@ -81,24 +86,52 @@ class StreamCall(Protocol):
     """One message of a stream in flight."""
 
     @property
-    def answer(self) -> Awaitable[StreamReply]:
-        """Resolves to the reply or raises TeimgrError."""
+    def answer(self) -> asyncio.Future[Any]:
+        """Resolves to the reply, a `StreamReply`, or raises TeimgrError."""
 
     def cancel(self) -> None:
-        """Drop the call, or the reply that it holds; called once its reply is sent, too."""
+        """Drop the call; no effect once it is answered."""
+
+
+class _HeldCall:
+    """A message in flight, whose reply is charged to its client from its arrival on."""
+
+    __slots__ = ("_call", "_charge", "_is_over")
+
+    def __init__(self, call: StreamCall, unread: UnreadReplies) -> None:
+        self._call = call
+        self._charge = Charge(unread)
+        self._is_over = False
+        call.answer.add_done_callback(self._arrived)
+
+    @property
+    def answer(self) -> asyncio.Future[Any]:
+        return self._call.answer
+
+    def end(self) -> None:
+        """Drop the call or, once it is answered, its reply; called once that is sent, too."""
+        self._is_over = True
+        self._call.cancel()
+        self._charge.release()
+
+    def _arrived(self, answer: asyncio.Future[Any]) -> None:
+        if not self._is_over and not answer.cancelled() and answer.exception() is None:
+            self._charge.add(len(answer.result().payload))
 
 
 class StreamPump:
     """Pump of a bidi stream: its messages are processed concurrently within a window and answered in request order.
 
     `receive` reads from the client, `send` writes to it. `start` puts a message into the worker; its result is None for
-    a message that gets no reply. `window` bounds the messages in flight.
+    a message that gets no reply. `window` bounds the messages in flight. `unread` has the replies that the client has
+    not read: where they are too many, no further message is read.
     """
 
     def __init__(
         self,
         rpc: Rpc,
         window: int,
+        unread: UnreadReplies,
         *,
         receive: Receive,
         start: Callable[[Octets, int], Awaitable[StreamCall | None]],
@@ -106,40 +139,42 @@ class StreamPump:
     ) -> None:
         self._rpc = rpc
         self._window = StreamWindow(min(window, ARROW_WINDOW) if rpc.arrow_field else window)
+        self._unread = unread
         self._receive = receive
         self._start = start
         self._send = send
         # In request order; an exception fails the stream in its place, None is the end.
-        self._calls: asyncio.Queue[StreamCall | Exception | None] = asyncio.Queue()
+        self._calls: asyncio.Queue[_HeldCall | Exception | None] = asyncio.Queue()
 
     async def run(self) -> None:
         """Return once the client has half-closed and every reply is sent; calls in flight are cancelled on any error.
 
         Raises:
             TeimgrError: of the first message, in request order, that failed.
+            Overloaded: the client does not read its replies.
         """
         reader = asyncio.create_task(self._read())
-        current: StreamCall | None = None
+        current: _HeldCall | None = None
         try:
             while (item := await self._calls.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
                 current = item
-                reply = await current.answer
+                reply: StreamReply = await current.answer
                 self._window.leave(len(reply.payload))
                 await self._send(reply.payload)
-                current.cancel()
+                current.end()
         finally:
             reader.cancel()
             try:
                 await asyncio.wait((reader,))
             finally:  # a second cancellation may end the wait: deadline and reset of a stream come together
                 if current is not None:
-                    current.cancel()
+                    current.end()
                 while not self._calls.empty():
                     rest = self._calls.get_nowait()
                     if rest is not None and not isinstance(rest, Exception):
-                        rest.cancel()
+                        rest.end()
                 item = current = rest = None  # a call, its error and this frame would be a cycle
 
     async def _read(self) -> None:
@@ -148,6 +183,8 @@ class StreamPump:
         try:
             while True:
                 await self._window.enter()
+                if not self._unread.has_room:
+                    await self._unread.room(STALL_S)
                 message = await self._receive()
                 if message is None:
                     break
@@ -156,7 +193,7 @@ class StreamPump:
                 if call is None:
                     self._window.leave()
                 else:
-                    self._calls.put_nowait(call)
+                    self._calls.put_nowait(_HeldCall(call, self._unread))
         except Exception as error:  # raised by `run`, after the replies before it
             self._calls.put_nowait(error)
         else:
