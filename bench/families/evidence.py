@@ -180,7 +180,7 @@ CLAIMS = (
             "models/test_monot5.py::test_scores_are_the_probability_of_true",
             "worker/test_lists.py::test_scores_are_those_of_its_authors_code",
             "worker/test_lists.py::test_a_long_list_is_divided_as_its_authors_do",
-            "models/test_listwise.py::test_jina_reranker_v3_5_is_refused_by_name",
+            "models/test_scoring.py::test_jina_reranker_v3_5_is_refused_by_name",
         ),
     ),
     Claim(

@@ -16,7 +16,7 @@ from hpack.huffman import HuffmanEncoder
 from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
 from tests.support.daemon_process import DaemonProcess
 
-from teimgr.http.http2.frame_types import PREFACE, ErrorCode
+from teimgr.http.http2.frame_reader import PREFACE, ErrorCode
 
 LIMIT_S = 10.0
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)

@@ -15,7 +15,6 @@ from teimgr.engine.heads.projections import read_weights
 from teimgr.errors import ModelLoadFailed, ModelNotFound
 from teimgr.models import directory as model_directory
 from teimgr.models import hub
-from teimgr.models.chain import read_chain
 from teimgr.models.directory import (
     base_model_of,
     broken_file,
@@ -26,6 +25,7 @@ from teimgr.models.directory import (
     use_original,
     weight_files,
 )
+from teimgr.models.modules import read_chain
 from teimgr.models.reading import read_layout
 from tests.support.hub_server import SHA, files_of, lay_out
 from tests.support.models import build

@@ -33,7 +33,7 @@ from teimgr.mux.health import MuxHealth
 from teimgr.mux.server import GrpcServer
 from teimgr.spec import RouteEntry, RoutingSnapshot, State
 from teimgr.wire.frames import Flag, Method
-from teimgr.wire.grpc_core import standard_calls
+from teimgr.wire.grpc_core import health_reflection
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.wire.routing.links import LinkLimits
@@ -595,7 +595,7 @@ async def test_calls_of_a_lost_connection_are_freed_without_a_garbage_collection
 async def test_a_message_that_does_not_come_ends_its_call(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("_MESSAGE_S", "STREAM_PAUSE_S"):
         monkeypatch.setattr(handlers, limit, 0.2)
-    monkeypatch.setattr(standard_calls, "MESSAGE_S", 0.2)
+    monkeypatch.setattr(health_reflection, "MESSAGE_S", 0.2)
     async with open_server() as channel:
         first, second = (channel.stream_unary(path)(nothing()) for _ in range(2))
 

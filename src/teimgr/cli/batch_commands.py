@@ -14,7 +14,7 @@ import typer
 from teimgr.cli.command import CommandOutput, DaemonOptions
 from teimgr.cli.failures import ExitStatus
 from teimgr.cli.output import leaves, say, spinner
-from teimgr.client.file_transfer import download, upload
+from teimgr.client.blocking_http import download, upload
 from teimgr.client.rest_client import RestClient
 from teimgr.errors import Refused
 

@@ -1,15 +1,22 @@
-"""`teimgr serve`, `up` and `doctor`: commands that run on the daemon's host."""
+"""`teimgr serve`, `up`, `doctor`, `daemon restart` and `explain`: the daemon of this host, and its errors."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from teimgr.cli.command import CommandOutput, DaemonOptions
+from teimgr.cli.command import CommandOutput, DaemonOptions, completes
+from teimgr.cli.failures import UsageError
 from teimgr.cli.output import say
+from teimgr.config.schema import unknown_word
+from teimgr.errors import Code, Unavailable, UpdateFailed
+from teimgr.observability.troubleshooting import ADVICE, meaning, to_text
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="Settings in TOML.", show_default=False)
@@ -111,3 +118,82 @@ def doctor(
     from teimgr.cli.doctor import main as examine
 
     return examine(file or config, node=node, flags=server.flags, bundle=bundle, as_json=output.as_json)
+
+
+_PAUSE_S = 0.1
+
+
+def restart(
+    server: DaemonOptions,
+    output: CommandOutput,
+    timeout: Annotated[float, typer.Option(help="Seconds until the next daemon serves.", metavar="S", min=1.0)] = 180.0,
+) -> None:
+    """Replace the daemon by a new process without a gap.
+
+    Upgrades it where another version is installed at its path. The next daemon is started by the same command line and
+    takes over once it is ready: workers and multiplexers serve on, and clients that connect meanwhile wait. One that
+    does not get ready changes nothing, and the command prints the reason.
+    """
+    ends = time.monotonic() + timeout
+    rest = server.connection.rest_client(timeout)
+    before = rest.daemon()
+    following = rest.restart_daemon()
+    now = _serving(server, before, following, ends)
+    if output.as_json:
+        output.value({"before": before, "now": now})
+    else:
+        output.note(f"{_name(before)} was replaced by {_name(now)}")
+
+
+def _serving(
+    server: DaemonOptions, before: Mapping[str, Any], following: Mapping[str, Any], ends: float
+) -> Mapping[str, Any]:
+    """The daemon that answers, once it is the new one.
+
+    Raises:
+        UpdateFailed: it is not within the time.
+    """
+    while (left := ends - time.monotonic()) > 0:
+        try:
+            found: Mapping[str, Any] = server.connection.rest_client(max(1.0, left)).daemon()
+        except Unavailable:  # between the two
+            found = before
+        if found["pid"] != before["pid"]:
+            return found
+        time.sleep(_PAUSE_S)
+    raise UpdateFailed(
+        f"{_name(following)} was to take over and does not answer in time; `teimgr logs --daemon` has why"
+    )
+
+
+def _name(daemon: Mapping[str, Any]) -> str:
+    return f"daemon {daemon['pid']} ({daemon['version']})"
+
+
+def explain(
+    output: CommandOutput,
+    code: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CODE", help="Such as OVERLOADED; none: all codes.", autocompletion=completes(Code.__members__)
+        ),
+    ] = None,
+) -> None:
+    """Show the causes and remedies of an error code.
+
+    Error replies of REST have it as `code`, those of gRPC in the trailing metadata `x-teimgr-code`.
+    """
+    if code is None:
+        rows = [(each.name, meaning(each)) for each in Code]
+        if output.as_json:
+            output.value([{"code": name, "meaning": text} for name, text in rows])
+        else:
+            output.table(("code", "meaning"), rows)
+        return
+    if code.upper() not in Code.__members__:
+        raise UsageError(f"CODE: {unknown_word(code.upper(), Code.__members__)}")
+    known = Code[code.upper()]
+    if output.as_json:
+        output.value({"code": known.name, "meaning": meaning(known), **asdict(ADVICE[known])})
+    else:
+        say(to_text(known))

@@ -14,7 +14,7 @@ from teimgr.client.values import Embedded, Vectors
 from teimgr.config.schema import quoted
 from teimgr.errors import Code, Internal, InvalidInput, ValidationError, error_from_code
 from teimgr.spec import LANE_KEY, LANES
-from teimgr.wire.image_columns import is_images
+from teimgr.wire.arrow_tables import is_images
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2

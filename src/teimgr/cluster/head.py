@@ -21,9 +21,8 @@ from teimgr.cluster.host_link import HostAddress, HostServices
 from teimgr.cluster.host_logs import RemoteLogs
 from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService
-from teimgr.cluster.listen_address import UNRESTRICTED, library
 from teimgr.cluster.messages import FleetFacts, HeldWorker, NodeFacts
-from teimgr.cluster.ray_process import RayHost, RayProcess, ensure_token, ray_folder
+from teimgr.cluster.ray_process import UNRESTRICTED, RayHost, RayProcess, ensure_token, library, ray_folder
 from teimgr.config.cluster import address_on_host
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher

@@ -30,8 +30,7 @@ from teimgr.http.server import bind
 from teimgr.observability.log_filter import LogFilter
 from teimgr.observability.log_source import Batch, LogSource
 from teimgr.spec import check_name
-from teimgr.wire.fleet_listener import FleetListener
-from teimgr.wire.fleet_tls import FleetIdentity, peer_of
+from teimgr.wire.fleet_tls import FleetIdentity, FleetListener, peer_of
 from teimgr.wire.json_messages import pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
 

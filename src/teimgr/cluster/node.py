@@ -23,11 +23,10 @@ from teimgr.cluster.agent import Agent
 from teimgr.cluster.host_facts import HostDescription, own_versions
 from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService
-from teimgr.cluster.listen_address import UNRESTRICTED, library
 from teimgr.cluster.messages import LINE_LIMIT_BYTES, NodeFacts, agent_socket, read_message
 from teimgr.cluster.node_identity import admission, keep_renewed
 from teimgr.cluster.node_muxes import NodeMuxes
-from teimgr.cluster.ray_process import RayHost, RayProcess, ray_folder
+from teimgr.cluster.ray_process import UNRESTRICTED, RayHost, RayProcess, library, ray_folder
 from teimgr.config.cluster import ClusterSettings, address_problem, ray_ports_problem
 from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.control.launch.process_handle import LaunchFailed

@@ -7,6 +7,7 @@ started it; the next one finds it by its run file.
 from __future__ import annotations
 
 import asyncio
+import importlib.machinery
 import json
 import logging
 import os
@@ -18,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from teimgr.cluster.listen_address import listening_on
 from teimgr.cluster.messages import AGENT_VARIABLE
 from teimgr.config.cluster import ClusterSettings
 from teimgr.control.launch.process_handle import LaunchFailed, ProcessHandle, RunFile, make_private
@@ -269,3 +269,31 @@ def ray_folder(wanted: Path | None, run_dir: Path) -> Path:
         raise InvalidConfig(f"cluster.ray_dir: {folder} is longer than {RAY_DIR_BYTES} bytes")
     make_private(folder)
     return folder / "s"  # which Ray opens to all users
+
+
+UNRESTRICTED = (
+    "Ray listens on all addresses of this host: its library listen_address was not built, as pip found no C compiler"
+)
+_VARIABLE = "TEIMGR_LISTEN_ADDRESS"
+_PRELOADED = "LD_PRELOAD"
+
+
+def library() -> Path | None:
+    """The compiled library; None if the package was built without a compiler."""
+    folder = Path(__file__).parent
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        if (path := folder / f"_listen_address{suffix}").exists():
+            return path
+    return None
+
+
+def listening_on(address: str) -> Mapping[str, str]:
+    """Environment variables of a process whose sockets for all addresses shall listen on `address`, a numeric one.
+
+    Empty without the library.
+    """
+    path = library()
+    if path is None:
+        return {}
+    others = os.environ.get(_PRELOADED, "")
+    return {_VARIABLE: address, _PRELOADED: f"{path}:{others}" if others else str(path)}

@@ -30,7 +30,7 @@ from teimgr.config.sources import Configuration, Source
 from teimgr.control.background import in_background
 from teimgr.control.capacity.advisor import Advisor
 from teimgr.control.capacity.autoscaler import Autoscaler
-from teimgr.control.capacity.kept_file import KeptFile, kept_path
+from teimgr.control.delayed_json import KeptFile, kept_path
 from teimgr.control.events.event_file import EventFile, events_path
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.events.webhooks import Webhooks

@@ -27,8 +27,8 @@ from teimgr.engine import gpu
 from teimgr.engine.attention import PACKED, Packing, unproved_window
 from teimgr.engine.batching.batch import PackedBatch, Run, to_device
 from teimgr.engine.gpu_kernels.forward_graphs import Capture, ForwardGraphs, RowInputs, most_tokens
+from teimgr.engine.heads.pooling import TableMeanHead
 from teimgr.engine.heads.projections import read_weights
-from teimgr.engine.heads.table import TableMeanHead
 from teimgr.engine.native_forward.kernel import ForwardKernel, forward_kernel
 from teimgr.engine.native_forward.program import CannotLowerError
 from teimgr.engine.rotary import depends_on_batch, own_rotary

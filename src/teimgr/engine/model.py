@@ -24,7 +24,7 @@ from teimgr.engine.heads.multi_vector import (
     OnlyDocumentHead,
     load_linear,
 )
-from teimgr.engine.heads.pooling import DenseHead
+from teimgr.engine.heads.pooling import DenseHead, TableMeanHead
 from teimgr.engine.heads.projections import load_projections, read_weights, width_behind
 from teimgr.engine.heads.scoring import (
     CausalHead,
@@ -35,7 +35,6 @@ from teimgr.engine.heads.scoring import (
     sequence_head,
 )
 from teimgr.engine.heads.splade import RoutedWeights, SpladeHead, SpladeVectorHead, SpladeWeights
-from teimgr.engine.heads.table import TableMeanHead
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module, load_plain_module
 from teimgr.engine.own_reader import load_own_reader

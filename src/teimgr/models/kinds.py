@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models.late_interaction import is_pylate
-from teimgr.models.listwise import is_listwise
 from teimgr.models.metadata import IMAGE_ENCODERS, PAGE_ENCODERS, ModelMetadata
-from teimgr.models.scoring import has_prompt_of_its_own, label_count, writes_text
+from teimgr.models.scoring import has_prompt_of_its_own, is_listwise, label_count, writes_text
 from teimgr.models.vision_chats import is_vision_chat, kind_of_vision_chat
 from teimgr.spec import KINDS, Kind
 

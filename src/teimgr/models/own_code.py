@@ -351,7 +351,7 @@ _CODE = (
     _Code("lfm2", "LiquidAI/", _LFM2, _lfm2),
     _Code("phi3", "microsoft/", classes_of("configuration_phi3", "modeling_phi3", "Phi3", *HEADS), _same),
     _Code("qwen3", "voyageai/voyage-4-nano", _VOYAGE, _both_ways_by_class),
-    _Code("qwen3", "jinaai/", frozenset({"modeling.JinaForRanking"}), _same),  # `models/listwise`
+    _Code("qwen3", "jinaai/", frozenset({"modeling.JinaForRanking"}), _same),  # `models/scoring`
     _Code("bidirectional_pplx_qwen3", "perplexity-ai/", _PPLX, _encoder),
     _Code("qwen2_vl", "Alibaba-NLP/", _GME, _gme),
     _Code("qwen2", "Alibaba-NLP/", classes_of("configuration_qwen", "modeling_qwen", "Qwen2", *HEADS), _qwen2),

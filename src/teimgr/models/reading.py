@@ -12,8 +12,10 @@ from teimgr.models.directory import may_lack_modules
 from teimgr.models.dual_encoders import (
     is_dual_encoder,
     is_image_encoder,
+    is_sound_encoder,
     read_dual_encoder,
     read_image_encoder,
+    read_sound_encoder,
     text_config,
 )
 from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_length, position_offset
@@ -22,7 +24,6 @@ from teimgr.models.kinds import choose_kind, is_causal
 from teimgr.models.late_interaction import read_late, with_role_lengths
 from teimgr.models.layout import M3, Backbone, Dense, Layout, QueryRoute, QueryTable, ScoringConfig, Splade
 from teimgr.models.library_code import setting
-from teimgr.models.listwise import TEMPLATE_TOKENS, is_listwise, read_listwise
 from teimgr.models.metadata import MODEL2VEC, SENSES, ModelMetadata, read_metadata
 from teimgr.models.modules import (
     IDENTITY,
@@ -38,18 +39,20 @@ from teimgr.models.modules import (
 from teimgr.models.pages import is_page_encoder, read_page_encoder
 from teimgr.models.scoring import (
     SEQ2SEQ,
+    TEMPLATE_TOKENS,
+    is_listwise,
     is_nemotron,
     prompt_warnings,
     read_activation,
     read_causal_rerank,
     read_labels,
+    read_listwise,
     read_nemotron,
     read_pair_template,
     read_scoring,
     score_modules,
     written_activations,
 )
-from teimgr.models.sounds import is_sound_encoder, read_sound_encoder
 from teimgr.models.source import file_problem
 from teimgr.models.vision_chats import is_vision_chat, read_embedding_gemma2, read_vision_chat
 from teimgr.spec import Kind

@@ -37,8 +37,7 @@ from teimgr.errors import DeadlineExceeded, TeimgrError, Unavailable, error_from
 from teimgr.http.acceptor import GatedStream
 from teimgr.http.connection_gate import Phase, Ticket
 from teimgr.observability.request_context import current_tenant
-from teimgr.wire.fleet_listener import FleetListener
-from teimgr.wire.fleet_tls import FleetIdentity, peer_of
+from teimgr.wire.fleet_tls import FleetIdentity, FleetListener, peer_of
 from teimgr.wire.json_messages import MAX_MUX_LINE_BYTES, read_line, write_line
 from teimgr.wire.remote_frames import set_tcp_limits
 from teimgr.wire.routing.on_demand import WaitingCalls, answer_call

@@ -12,11 +12,10 @@ from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.http.auth.policy import CertificateNames, PolicyInForce, Right, authenticate_call
 from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.spec import RouteEntry, State
-from teimgr.wire.grpc_core import health_reflection, standard_calls
-from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
+from teimgr.wire.grpc_core import health_reflection
+from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection, StandardCalls
 from teimgr.wire.grpc_core.rpc_stream import RpcStatusError, RpcStream
 from teimgr.wire.grpc_core.rpc_table import FILES
-from teimgr.wire.grpc_core.standard_calls import StandardCalls
 from teimgr.wire.status import INTERNAL, NOT_FOUND, UNIMPLEMENTED, GrpcStatus
 
 log = logging.getLogger(__name__)
@@ -127,7 +126,7 @@ class StandardServices:
         await self._calls.reflect(call, self._reflection)
 
     async def _message(self, call: RpcStream, kind: Any) -> Any:
-        raw = await call.receive(standard_calls.MESSAGE_S)
+        raw = await call.receive(health_reflection.MESSAGE_S)
         if raw is None:
             raise InvalidInput("Missing message")
         return call.parse(kind, raw)

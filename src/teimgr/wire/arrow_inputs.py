@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput, TooLarge
 from teimgr.wire.arrow_limits import StreamSize, stream_size
-from teimgr.wire.arrow_tables import Keys
-from teimgr.wire.image_columns import images_of, is_images
+from teimgr.wire.arrow_tables import Keys, images_of, is_images
 from teimgr.wire.json_scan import MAX_TEXT_BYTES
 from teimgr.wire.text_column import SharedTexts, TextColumn
 

@@ -1,15 +1,16 @@
-"""Writing results as Arrow columns and IPC streams. A failed row is null in every result column."""
+"""Arrow tables: results as columns and IPC streams, and columns of image files. A failed row is null."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from teimgr.errors import TeimgrError
+from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.wire.quantisation import Precision, converted
 
 _ENTRY = pa.struct([pa.field("index", pa.uint32(), nullable=False), pa.field("value", pa.float32(), nullable=False)])
@@ -204,3 +205,42 @@ def write_sparse(
     """The IPC stream of sparse `vectors` (ascending indices, values; None if the row failed); `head` as above."""
     columns = [sparse_column("sparse_embeddings", vectors), error_column(len(vectors), errors)]
     return write_table(columns, rows, lz4=lz4, head=head, metadata=metadata)
+
+
+ImageRow = bytes | str | tuple[bytes, str] | None
+
+
+def is_images(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds files: binary, or a struct with binary `bytes`."""
+    if pa.types.is_struct(kind):
+        position = kind.get_field_index("bytes")
+        return bool(position >= 0 and _is_binary(kind.field(position).type))
+    return _is_binary(kind)
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def images_of(
+    columns: Sequence[pa.Array], texts: Sequence[str | None] | None
+) -> tuple[list[ImageRow], dict[int, InvalidInput]]:
+    """The rows of columns of images, where one has none its text, else both; and why rows are refused.
+
+    `texts` has a text or None for each row. A path is never opened.
+    """
+    rows: list[ImageRow] = []
+    refused: dict[int, InvalidInput] = {}
+    others = iter(texts) if texts is not None else repeat(None)
+    for column in columns:
+        is_struct = pa.types.is_struct(column.type)
+        files = column.field("bytes") if is_struct else column
+        for at in range(len(column)):
+            file = files[at].as_py() if column[at].is_valid else None
+            text = next(others)
+            if file is None and is_struct and text is None and column[at].is_valid:
+                refused[len(rows)] = InvalidInput(
+                    "Input validation error: the row of `image` has no `bytes`: a `path` is not opened, send the file"
+                )
+            rows.append(text if file is None else file if text is None else (file, text))
+    return rows, refused

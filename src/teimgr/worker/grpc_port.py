@@ -25,11 +25,10 @@ from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, RequestContext
 from teimgr.spec import LANE_KEY, Kind
 from teimgr.wire.frames import in_lane
-from teimgr.wire.grpc_core import health_reflection, standard_calls
-from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection
+from teimgr.wire.grpc_core import health_reflection
+from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection, StandardCalls
 from teimgr.wire.grpc_core.rpc_stream import BUDGET_WAIT_S, MESSAGE_S, RpcStatusError, RpcStream, is_rpc
 from teimgr.wire.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
-from teimgr.wire.grpc_core.standard_calls import StandardCalls
 from teimgr.wire.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import Octets
@@ -246,5 +245,5 @@ class GrpcPort:
 
 
 async def _health_request(stream: RpcStream) -> Any:
-    raw = await stream.receive(standard_calls.MESSAGE_S)
+    raw = await stream.receive(health_reflection.MESSAGE_S)
     return HealthCheckRequest() if raw is None else stream.parse(HealthCheckRequest, raw)

@@ -15,8 +15,7 @@ from typing import Any
 
 from teimgr.errors import Forbidden, InvalidInput, Unauthenticated, Unavailable
 from teimgr.http.connection_gate import Phase, Ticket
-from teimgr.wire.fleet_listener import FleetListener
-from teimgr.wire.fleet_tls import FleetIdentity, Peer, peer_of
+from teimgr.wire.fleet_tls import FleetIdentity, FleetListener, Peer, peer_of
 from teimgr.wire.frames import FrameType, Header, Method, Received, pack_error
 from teimgr.wire.remote_frames import set_tcp_limits
 from teimgr.worker.link_server import LinkCall, LinkConnection, LinkServer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from teimgr.control.capacity.advisor import SEEN_PART, Advisor
-from teimgr.control.capacity.kept_file import KeptFile
+from teimgr.control.delayed_json import KeptFile
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.ledger.footprints import Footprints
 from teimgr.control.ledger.ledger import Footprint, Ledger, Place

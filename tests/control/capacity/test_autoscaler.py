@@ -12,7 +12,7 @@ import pytest
 
 from teimgr.control.capacity import autoscaler
 from teimgr.control.capacity.autoscaler import Autoscaler
-from teimgr.control.capacity.kept_file import KeptFile
+from teimgr.control.delayed_json import KeptFile
 from teimgr.spec import Incident, InstanceSpec, InstanceView, State, WorkerView
 
 

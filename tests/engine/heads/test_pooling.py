@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.support.native import needs_native_library
+from torch import nn
 
-from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
+from teimgr.engine.backbone import StaticTable
+from teimgr.engine.batching.batch import Encoded, PackedBatch, pack, pack_as_given
 from teimgr.engine.finisher import HostRows
 from teimgr.engine.heads import pooling
-from teimgr.engine.heads.pooling import POOLINGS, Segments, finish, finish_on_device, pool
+from teimgr.engine.heads.pooling import POOLINGS, DenseHead, Segments, finish, finish_on_device, pool
 
 LENGTHS = (4, 1, 9, 4)
 PROMPTS = (2, 0, 3, 2)
@@ -126,3 +129,26 @@ class TestNative:
         values[1, 32] = values[3, 0] = number
 
         assert HostRows(values).finite().tolist() == [True, False, True, False, True]
+
+
+ROWS, WIDTH, IDS = 50, 8, 100
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_mean_is_that_of_the_rows(mapped: bool, weighted: bool) -> None:
+    torch.manual_seed(0)
+    parts: dict[str, Any] = {
+        "mapping": torch.arange(IDS) // 2 if mapped else None,
+        "weights": torch.rand(IDS) if weighted else None,
+    }
+    table = StaticTable(torch.randn(ROWS if mapped else IDS, WIDTH), **parts)
+    chooser = np.random.default_rng(0)
+    texts = [Encoded(chooser.integers(0, IDS, length, dtype=np.int32)) for length in (3, 1, 40, 7)]
+    batch = pack_as_given(texts)
+
+    means = table.mean_head(nn.Sequential())(torch.empty(0), batch).values
+
+    pooled = DenseHead(("mean",), nn.Sequential(), WIDTH)(table.hidden(batch), batch).values
+    torch.testing.assert_close(means, pooled, rtol=1e-6, atol=1e-7)
+    assert table.is_float32_on_cpu

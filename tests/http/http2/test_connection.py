@@ -27,7 +27,7 @@ from teimgr.http.connection_gate import ConnectionGate, Phase, Ticket
 from teimgr.http.http1 import ListenerState, ServerConnections
 from teimgr.http.http2 import connection
 from teimgr.http.http2 import stream as http2_stream
-from teimgr.http.http2.frame_types import Payload
+from teimgr.http.http2.frame_reader import Payload
 from teimgr.http.http2.framing import Framing
 from teimgr.http.http2.headers import HeaderDecoder
 from teimgr.http.http2.requests import HttpStreams, protocol

@@ -11,7 +11,7 @@ import h2.events
 import hpack
 import pytest
 
-from teimgr.http.http2.frame_types import PREFACE, ConnectionBroken, ErrorCode, Payload
+from teimgr.http.http2.frame_reader import PREFACE, ConnectionBroken, ErrorCode, Payload
 from teimgr.http.http2.framing import Framing
 from teimgr.http.http2.headers import Headers
 

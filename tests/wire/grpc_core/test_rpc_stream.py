@@ -20,7 +20,7 @@ from teimgr.http.http2 import connection
 from teimgr.http.http2 import stream as http2_stream
 from teimgr.http.server import bind, serving
 from teimgr.spec import WorkerSpec
-from teimgr.wire.grpc_core import rpc_stream, standard_calls
+from teimgr.wire.grpc_core import health_reflection, rpc_stream
 from teimgr.wire.grpc_core.rpc_stream import RpcStatusError
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.worker import grpc_port
@@ -161,7 +161,7 @@ async def test_a_message_that_does_not_come_ends_the_call(
 ) -> None:
     monkeypatch.setattr(rpc_stream, "MESSAGE_S", 0.2)
     monkeypatch.setattr(grpc_port, "MESSAGE_S", 0.2)
-    monkeypatch.setattr(standard_calls, "MESSAGE_S", 0.2)
+    monkeypatch.setattr(health_reflection, "MESSAGE_S", 0.2)
     monkeypatch.setattr(grpc_port, "STREAM_PAUSE_S", 0.2)
     peer = await connect()
     stream = peer.open(head(path))

@@ -32,7 +32,6 @@ from teimgr.api.rest import batches as batch_routes
 from teimgr.api.rest import (
     daemon,
     error_answers,
-    error_help,
     events,
     files,
     fleet,
@@ -203,7 +202,7 @@ def create_app(
 def _routers(parts: State) -> Iterator[APIRouter]:
     """Those of the parts that are there."""
     yield from (instances.router, fleet.router, plan.router, logs.router, probes.router)
-    yield from (docs, error_help.router)
+    yield from (docs, error_answers.router)
     for part, routers in (
         (parts.events, (events.router,)),
         (parts.reloader, (daemon.config_router,)),

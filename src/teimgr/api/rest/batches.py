@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from teimgr.api.batches import Batches
 from teimgr.api.batches.service import BatchRequest
-from teimgr.api.rest.files import LONGEST_LIFETIME_S, MIN_LIFETIME_S, After
-from teimgr.api.rest.paging import page_of
+from teimgr.api.rest.files import LONGEST_LIFETIME_S, MIN_LIFETIME_S, After, page_of
 from teimgr.api.rest.schemas import CLIENT_FAILURE, StrictQueryRoute, answer, json_body, read_json
 from teimgr.http.auth.policy import caller_of
 

@@ -1,6 +1,6 @@
 """Errors of REST as JSON: every failure is `{"error": sentence, "code": NAME, "timestamp": RFC 3339}`.
 
-The header `Link` leads to the causes and remedies of the code (`error_help.py`).
+The header `Link` leads to the causes and remedies of the code (`error_help`).
 That holds for a domain error, an invalid body, an unknown route and an internal error. Only the last hides its text.
 """
 
@@ -9,21 +9,23 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Match
 
 from teimgr.api.gateway.routes import dialect_of
-from teimgr.api.rest.error_help import help_link
 from teimgr.api.rest.schemas import answer
 from teimgr.config.schema import quoted
 from teimgr.errors import Broken, Code, Internal, TeimgrError, ValidationError
+from teimgr.http.docs_page import HEADERS, html_document, prose
 from teimgr.observability.shown_text import in_own_words
+from teimgr.observability.troubleshooting import ADVICE, meaning, repetition
 from teimgr.spec import now_rfc3339
 from teimgr.wire.error_bodies import OPENAI, failure, refusal
 from teimgr.wire.status import STATUS, TRY_AGAIN, retry_after_s
@@ -164,3 +166,33 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 async def _on_defect(request: Request, error: Exception) -> Response:
     # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
     return error_response(Internal("Internal error: the daemon's log has the details"))
+
+
+PATH = "/docs/errors"
+router = APIRouter(include_in_schema=False)
+
+
+@router.get(PATH)
+async def error_help() -> HTMLResponse:
+    return HTMLResponse(_page(), headers=HEADERS)
+
+
+def help_link(code: str) -> dict[str, str]:
+    """The header `Link` of a reply with this code; none for a code that the page does not have."""
+    return {"Link": f'<{PATH}#{code.lower()}>; rel="help"'} if code in Code.__members__ else {}
+
+
+@cache
+def _page() -> str:
+    body = "<h1>Errors</h1>" + "".join(_section(code) for code in sorted(Code, key=lambda each: each.name))
+    return html_document("Errors", body)
+
+
+def _section(code: Code) -> str:
+    advice = ADVICE[code]
+    lists = "".join(
+        f"<p>{title}</p><ul>{''.join(f'<li>{prose(sentence)}</li>' for sentence in sentences)}</ul>"
+        for title, sentences in (("Causes", advice.causes), ("Remedies", advice.remedies))
+    )
+    text = f"<p>{prose(meaning(code))} {prose(repetition(code))}</p>"
+    return f'<section id="{code.name.lower()}"><h2>{code.name}</h2>{text}{lists}</section>'

@@ -1,10 +1,10 @@
-"""OpenAI's `/v1/files`: https://platform.openai.com/docs/api-reference/files."""
+"""OpenAI's `/v1/files`: https://platform.openai.com/docs/api-reference/files, and pages of its lists."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Annotated, Literal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel
@@ -15,7 +15,6 @@ from starlette.responses import FileResponse, Response
 
 from teimgr.api.batches import Batches
 from teimgr.api.batches.files import BATCH
-from teimgr.api.rest.paging import page_of
 from teimgr.api.rest.schemas import CLIENT_FAILURE, StrictQueryRoute, answer
 from teimgr.errors import TeimgrError, ValidationError
 from teimgr.http.auth.policy import caller_of
@@ -298,3 +297,35 @@ def _lifetime_s(form: FileForm) -> int | None:
         limits = f"a whole number from {MIN_LIFETIME_S} to {LONGEST_LIFETIME_S}"
         raise ValidationError(f"{_SECONDS}: must be {limits} (got {(seconds or '')[:80]!r})")
     return int(seconds or 0)
+
+
+class Listed(Protocol):
+    """A member of a list."""
+
+    @property
+    def id(self) -> str:
+        """Unique in the list."""
+
+    def as_object(self) -> dict[str, Any]:
+        """Its object on the wire."""
+
+
+def page_of(members: Sequence[Listed], after: str | None, limit: int) -> dict[str, Any]:
+    """The page of at most `limit` members that follows the one whose id is `after`.
+
+    Raises:
+        ValidationError: no member has that id.
+    """
+    start = 0
+    if after is not None:
+        start = next((place for place, each in enumerate(members, 1) if each.id == after), -1)
+        if start < 0:
+            raise ValidationError(f"after: there is no {after[:80]!r} in this list")
+    page = members[start : start + limit]
+    return {
+        "object": "list",
+        "data": [each.as_object() for each in page],
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
+        "has_more": start + limit < len(members),
+    }

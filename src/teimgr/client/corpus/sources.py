@@ -16,7 +16,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from teimgr.errors import InvalidConfig
-from teimgr.wire.image_columns import is_images
+from teimgr.wire.arrow_tables import is_images
 
 TEXT = "text"
 FAULT = "fault"

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from teimgr.control.capacity.history import HOUR_S, INTERVAL_S, Counters, History, Memory, unseen
-from teimgr.control.capacity.kept_file import KeptFile
 from teimgr.control.capacity.recommendations import Card, Expectation, Observation, Recommendation, recommend, verdict
+from teimgr.control.delayed_json import KeptFile
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.placement.gpus import Inventory, InventorySource
 from teimgr.errors import InstanceNotFound, ObjectNotFound, TeimgrError

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from teimgr.control.capacity.history import Counters, Refusals
-from teimgr.control.capacity.kept_file import KeptFile
 from teimgr.control.capacity.policy import MIN_SAMPLES, Decision, Reading, Seen, Terms, adds, decide
+from teimgr.control.delayed_json import KeptFile
 from teimgr.control.ledger.footprints import engine_version
 from teimgr.control.placement.planner import usable_cores
 from teimgr.errors import TeimgrError

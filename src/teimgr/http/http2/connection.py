@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 from teimgr.http.byte_budget import ByteBudget
 from teimgr.http.connection_gate import LIMITS, MIN_READ_BYTES, ConnectionGate, Phase, StallGuard, Ticket
 from teimgr.http.http1 import ListenerState
-from teimgr.http.http2.frame_types import ConnectionBroken, ErrorCode, Payload
+from teimgr.http.http2.frame_reader import ConnectionBroken, ErrorCode, Payload
 from teimgr.http.http2.framing import Framing
 from teimgr.http.http2.headers import Headers, InvalidHead, RequestHead, read_head
 from teimgr.http.http2.stream import Sender, Stalled, Stream, StreamLost

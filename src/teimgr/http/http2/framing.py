@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from teimgr.http.http2.frame_reader import RECEIVED_FRAME, FrameReader
-from teimgr.http.http2.frame_types import (
+from teimgr.http.http2.frame_reader import (
     ACK,
     CONTINUATION,
     DATA,
@@ -32,6 +31,7 @@ from teimgr.http.http2.frame_types import (
     PING,
     PRIORITY,
     PUSH_PROMISE,
+    RECEIVED_FRAME,
     RST_STREAM,
     SETTING,
     SETTINGS,
@@ -39,6 +39,7 @@ from teimgr.http.http2.frame_types import (
     WINDOW_UPDATE,
     ConnectionBroken,
     ErrorCode,
+    FrameReader,
     Payload,
 )
 from teimgr.http.http2.headers import (

@@ -18,7 +18,7 @@ from teimgr.http.connection_gate import Ticket
 from teimgr.http.direct import FAILED, Answer, DirectReply, DirectRequest
 from teimgr.http.http1 import ServerConnections
 from teimgr.http.http2.connection import Connection
-from teimgr.http.http2.frame_types import ErrorCode
+from teimgr.http.http2.frame_reader import ErrorCode
 from teimgr.http.http2.headers import InvalidHead, RequestHead
 from teimgr.http.http2.stream import Stalled, Stream, StreamLost
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Protocol
 
 from teimgr.http.connection_gate import MIN_READ_BYTES, STALL_S
-from teimgr.http.http2.frame_types import ErrorCode, Payload
+from teimgr.http.http2.frame_reader import ErrorCode, Payload
 from teimgr.http.http2.framing import Framing
 from teimgr.http.http2.headers import Headers, RequestHead
 

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from teimgr.engine.alibi import alibi_slopes, biased_attention
+from teimgr.engine.attention import alibi_slopes, biased_attention
 from teimgr.engine.own_models.jina_bert.configuration_jina_bert import JinaBertConfig
 
 _LIBRARY = ("sdpa", "eager")
