@@ -96,6 +96,10 @@ class Fleet:
         self.on_views_changed(self.list())
         return view
 
+    async def recreate(self, request: InstanceSpec) -> InstanceView:
+        await self.delete(request.name)
+        return await self.create(request)
+
     def list(self) -> list[InstanceView]:
         return list(self._views.values())
 

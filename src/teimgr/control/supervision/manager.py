@@ -304,19 +304,51 @@ class Manager:
         return await self._turns.carry_out(self._create(request), f"creation of {request.name}")
 
     async def _create(self, request: InstanceSpec) -> InstanceView:
+        spec = self._validator.admit(await self._completed(request), Present(self._state.specs()))
+        return await self._begin(replace(spec, created_at=now_rfc3339(), wanted_running=True))
+
+    async def _completed(self, request: InstanceSpec) -> InstanceSpec:
+        """A new request, valid in itself and on the cards there are, with its batch tokens."""
         await self.booted.wait()
         await self._check(request)
         request = with_batch_tokens(request, await self._planner.refresh(), self.tokens_per_gib)
         place(request, self._planner.inventory)
-        spec = self._validator.admit(request, Present(self._state.specs()))
-        spec = replace(spec, created_at=now_rfc3339(), wanted_running=True)
+        return request
+
+    async def _begin(self, spec: InstanceSpec) -> InstanceView:
+        """Write an admitted instance to the state file and add it; it starts unless it was stopped or awaits a call."""
         async with self._state.creating(spec):
             self._turns.require_open()
             self._records.ordered(spec.name)
             instance = self._add(spec)
-            await instance.begin({}, start=spec.load == "eager")
+            await instance.begin({}, start=spec.load == "eager" and spec.wanted_running)
         self._records.metrics.count(catalogue.CREATED, spec.name, spec.model_id)
         return instance.view()
+
+    async def recreate(self, request: InstanceSpec) -> InstanceView:
+        """Delete an instance and create it with keys that no update can change; it stays where that is refused.
+
+        What is refused after the deletion, as a port that another program has just taken, brings the old one back.
+
+        Raises:
+            InstanceNotFound, and what `create` does.
+        """
+        return await self._turns.carry_out(self._recreate(request), f"recreation of {request.name}")
+
+    async def _recreate(self, request: InstanceSpec) -> InstanceView:
+        request, old = await self._completed(request), self._find(request.name).spec
+        others = [spec for spec in self._state.specs() if spec.name != old.name]
+        self._validator.check_admission(request, Present(others), own=(old.port, old.prometheus_port))
+        await self.delete(old.name)
+        try:
+            return await self._create(request)
+        except TeimgrError as error:
+            log.error("an instance is put back", extra={"instance": old.name, "reason": error.message})
+            try:
+                await self._begin(self._validator.readmit(old, Present(self._state.specs())))
+            except TeimgrError as second:
+                error.reword(f"{error.message}; the one before is gone, and cannot be put back: {second.message}")
+            raise
 
     async def plan(self, wanted: Sequence[InstanceSpec] | None = None) -> FleetPlan:
         """What would happen if these instances were created or started in their order; None: those that should run.

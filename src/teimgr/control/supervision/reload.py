@@ -197,17 +197,13 @@ class Reloader:
         moves: list[Move] = [
             *(("remove", name, partial(fleet.delete, name)) for name in remove),
             *(("update", name, partial(fleet.update, name, keys)) for name, keys in update.items()),
-            *(("recreate", name, partial(self._recreate, seeds[name])) for name in recreate),
+            *(("recreate", name, partial(fleet.recreate, seeds[name])) for name in recreate),
             *(("create", name, partial(fleet.create, seeds[name])) for name in create),
         ]
         return plan, moves
 
     def _record(self, kind: str, reason: str) -> None:
         self._events.note_configuration(kind, reason[:_REASON_CHARS], ORDERED_BY.get())
-
-    async def _recreate(self, spec: InstanceSpec) -> None:
-        await self._fleet.delete(spec.name)
-        await self._fleet.create(spec)
 
 
 def _in_words(plan: ReloadPlan) -> Iterator[str]:

@@ -199,13 +199,23 @@ class InstanceValidator:
             InvalidInstanceName, ValidationError, InvalidConfig, InvalidPort: It is invalid in itself.
             InstanceExists, PortConflict, MaxInstancesReached, PortAllocationFailed: It does not fit.
         """
+        self.check_admission(request, present)
+        return self._with_ports(request, present)
+
+    def check_admission(self, request: InstanceSpec, present: Present, own: Container[int | None] = ()) -> None:
+        """Like `admit`, without taking ports; the `own` ones are those of an instance that it replaces.
+
+        Raises:
+            As `admit`, but PortAllocationFailed.
+        """
         self._check(request, present)
-        port = self._ports.check(request.port, present.holders) if request.port else None
-        if request.prometheus_port:
-            self._ports.check(request.prometheus_port, present.holders)
-            if request.prometheus_port == port:
-                raise PortConflict(request.prometheus_port, "its own port")
-        return self._with_ports(replace(request, port=port or 0), present)
+        for port in filter(None, (request.port, request.prometheus_port)):
+            if port in own:
+                self._ports.check_holders(port, present.holders)
+            else:
+                self._ports.check(port, present.holders)
+        if request.prometheus_port and request.prometheus_port == request.port:
+            raise PortConflict(request.prometheus_port, "its own port")
 
     def readmit(self, spec: InstanceSpec, present: Present) -> InstanceSpec:
         """Like `admit`, for an instance of an earlier start: its own live worker may hold its port."""
