@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 from tests.support.fleet import Fleet
@@ -53,11 +53,11 @@ class Reloading:
 
 
 @pytest.fixture
-async def reloading(fleet: Fleet) -> AsyncIterator[Reloading]:
+async def reloading(fleet: Fleet) -> Reloading:
     made = Reloading(fleet)
     await fleet.manager.create(made.configuration.settings.instances[0])
     await fleet.running()
-    yield made
+    return made
 
 
 async def test_a_port_that_another_process_has_takes_no_instance_away(reloading: Reloading) -> None:
