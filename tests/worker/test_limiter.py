@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from teimgr.engine.job import Lane, Share
 from teimgr.observability.request_context import RequestContext
 from teimgr.worker.calls import WorkerCall
@@ -33,8 +35,8 @@ def test_a_key_with_many_calls_leaves_the_lane_to_one_with_few() -> None:
     keys = Keys()
     keys.call(LIGHT)
 
-    assert keys.lanes(BUSY, 6) == ["interactive"] * 4 + ["bulk"] * 2
-    assert keys.lanes(LIGHT, 3) == ["interactive"] * 3
+    assert keys.lanes(BUSY, 6) == ["interactive"] * 2 + ["bulk"] * 4
+    assert keys.lanes(LIGHT, 1) == ["interactive"]
     assert keys.lanes(THIRD, 1) == ["interactive"]
 
 
@@ -53,11 +55,11 @@ def test_a_key_that_calls_alone_keeps_the_lane_until_another_calls_and_has_it_ag
 def test_only_calls_under_way_count_also_those_that_were_moved() -> None:
     keys = Keys()
     keys.call(LIGHT)
-    calls = [keys.call(BUSY) for _ in range(5)]
-    assert calls[4].lane is Lane.BULK
+    calls = [keys.call(BUSY) for _ in range(3)]
+    assert calls[2].lane is Lane.BULK
 
     keys.calls.leave(calls[0])
-    assert keys.lanes(BUSY, 1) == ["bulk"], "four others"
+    assert keys.lanes(BUSY, 1) == ["bulk"], "two others"
     for call in calls[1:3]:
         keys.calls.leave(call)
         keys.calls.leave(call)
@@ -76,9 +78,9 @@ def test_calls_of_the_bulk_lane_do_not_count() -> None:
 def test_weight_is_how_many_and_a_key_of_lower_priority_is_no_neighbour() -> None:
     keys = Keys()
     keys.call(LIGHT)
-    assert keys.lanes(BUSY, 13, weight=3) == ["interactive"] * 12 + ["bulk"]
+    assert keys.lanes(BUSY, 7, weight=3) == ["interactive"] * 6 + ["bulk"]
     assert keys.lanes(THIRD, 9, priority=0) == ["interactive"] * 9
-    assert keys.lanes(4, 5, priority=2) == ["interactive"] * 4 + ["bulk"]
+    assert keys.lanes(4, 3, priority=2) == ["interactive"] * 2 + ["bulk"]
 
 
 def test_calls_without_a_key_are_one_tenant_once_there_are_keys() -> None:
@@ -86,4 +88,22 @@ def test_calls_without_a_key_are_one_tenant_once_there_are_keys() -> None:
     assert keys.lanes(0, 9) == ["interactive"] * 9
     keys.call(LIGHT)
 
-    assert keys.lanes(0, 5) == ["interactive"] * 4 + ["bulk"]
+    assert keys.lanes(0, 3) == ["interactive"] * 2 + ["bulk"]
+
+
+def test_turns_of_threads_are_short_while_a_query_waits_beside_many_of_another_key() -> None:
+    keys, usual = Keys(), sys.getswitchinterval()
+    query = keys.call(LIGHT)
+    flood = [keys.call(BUSY) for _ in range(3)]
+    assert flood[2].lane is Lane.BULK
+    assert sys.getswitchinterval() < usual
+    keys.calls.leave(query)
+    assert sys.getswitchinterval() == usual, "the flood alone has its throughput"
+
+    query = keys.call(LIGHT)
+    assert sys.getswitchinterval() < usual
+    keys.calls.leave(flood[2])
+    assert sys.getswitchinterval() == usual, "few of each"
+    for call in (query, *flood[:2]):
+        keys.calls.leave(call)
+    assert sys.getswitchinterval() == usual

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from teimgr.engine.job import Lane, Share
 from teimgr.errors import Overloaded
+from teimgr.wire.gil_interval import short_turns
 from teimgr.worker.calls import WorkerCall
 
-# Interactive calls that a key may have under way while other keys call, for each unit of its weight.
-_BESIDE_OTHERS = 4
+# Interactive calls that a key may have under way while other keys call, for each unit of its weight. A query of another
+# key waits for a batch of them, and is computed with the next.
+_BESIDE_OTHERS = 2
 # A key that has called within this time is one beside which others give way.
 _CALLED_LATELY_S = 10.0
 
@@ -122,7 +125,10 @@ class InteractiveCalls:
     def __init__(self) -> None:
         self._tenant_of: dict[WorkerCall, int] = {}
         self._under_way: dict[int, int] = {}  # by tenant
+        self._aside: dict[int, int] = {}  # by tenant: those of `_under_way` that were moved to the bulk lane
         self._called: dict[int, tuple[float, int]] = {}  # by tenant: when, and its priority; the latest last
+        self._turns = ExitStack()
+        self._are_turns_short = False
 
     def enter(self, call: WorkerCall, share: Share) -> None:
         """Count an interactive call until it leaves.
@@ -140,14 +146,32 @@ class InteractiveCalls:
         self._tenant_of[call] = tenant
         if under_way >= _BESIDE_OTHERS * share.weight and self._has_neighbour(call, share.priority):
             call.give_way()
+            self._aside[tenant] = self._aside.get(tenant, 0) + 1
+        self._set_turns()
 
     def leave(self, call: WorkerCall) -> None:
         """No-op for a call that is not counted."""
         if (tenant := self._tenant_of.pop(call, None)) is None:
             return
-        self._under_way[tenant] -= 1
-        if not self._under_way[tenant]:
-            del self._under_way[tenant]
+        _count_down(self._under_way, tenant)
+        if call.gave_way:
+            _count_down(self._aside, tenant)
+        self._set_turns()
+
+    def _set_turns(self) -> None:
+        """Keep the turns of threads short while a query of a key is under way beside many of another.
+
+        The threads of a batch with many calls run Python for milliseconds each, and a query needs the GIL half a dozen
+        times. Only then, since short turns cost a busy worker some percent.
+        """
+        are_short = bool(self._aside) and len(self._under_way) > len(self._aside)
+        if are_short is self._are_turns_short:
+            return
+        self._are_turns_short = are_short
+        if are_short:
+            self._turns.enter_context(short_turns())
+        else:
+            self._turns.close()
 
     def _has_neighbour(self, call: WorkerCall, priority: int) -> bool:
         for tenant, (at, its_priority) in reversed(self._called.items()):
@@ -156,3 +180,9 @@ class InteractiveCalls:
             if tenant != call.tenant and its_priority <= priority:
                 return True
         return False
+
+
+def _count_down(counts: dict[int, int], tenant: int) -> None:
+    counts[tenant] -= 1
+    if not counts[tenant]:
+        del counts[tenant]
