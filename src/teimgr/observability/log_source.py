@@ -19,6 +19,7 @@ from typing import Protocol
 from teimgr.errors import Overloaded, TeimgrError, Unavailable
 from teimgr.observability.log_files import Follower, Gap, Piece, pieces, read_lines
 from teimgr.observability.log_filter import LogFilter, event_of, time_of
+from teimgr.observability.logs import log_path
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class LocalLogs:
         """
         if self._asked >= _OPENING + _MAX_WAITING:
             raise Overloaded("Too many logs are being read; try again later")
-        path = self._folder / f"{name}.log"
+        path = log_path(self._folder, name)
         self._asked += 1
         try:
             async with self._opening:

@@ -54,6 +54,9 @@ _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "task
 
 DAEMON = "_daemon"
 """The name of the daemon's own log; no instance can have it."""
+GONE = "gone"
+"""The folder, beside the logs, of those of instances that calls have made and that are gone."""
+GONE_LOGS = 32
 CHECK_INTERVAL_S = 30.0
 _MODE = 0o640
 _CHUNK_BYTES = 2**20
@@ -268,11 +271,36 @@ class LogLines:
 
 def remove_logs(folder: Path, name: str) -> None:
     """Remove the log of an instance, its rotated files and its crash reports. Files of other instances stay."""
-    replica_and_time = re.compile(rf"{re.escape(name)}-\d+-[^-]*\.json")
-    reports = (each for each in folder.glob("crashes/*.json") if replica_and_time.fullmatch(each.name))
-    rotated = (each for each in folder.glob(f"{name}.log.*") if each.suffix[1:].isdecimal())
-    for path in (folder / f"{name}.log", *rotated, *reports):
+    for path in (folder / f"{name}.log", folder / GONE / f"{name}.log", *_beside_log(folder, name)):
         path.unlink(missing_ok=True)
+
+
+def set_log_aside(folder: Path, name: str) -> None:
+    """Move the log of an instance that calls have made, and that is gone, into the folder `GONE`; remove its others.
+
+    Callers choose the names, so that folder keeps the newest `GONE_LOGS`. Blocking; raises OSError.
+    """
+    gone = folder / GONE
+    gone.mkdir(exist_ok=True)
+    with suppress(FileNotFoundError):
+        (folder / f"{name}.log").replace(gone / f"{name}.log")
+    newest_first = sorted(gone.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in (*newest_first[GONE_LOGS:], *_beside_log(folder, name)):
+        path.unlink(missing_ok=True)
+
+
+def log_path(folder: Path, name: str) -> Path:
+    """The log of an instance, also of one that is gone and whose log was set aside."""
+    path = folder / f"{name}.log"
+    gone = folder / GONE / path.name
+    return gone if gone.exists() and not path.exists() else path
+
+
+def _beside_log(folder: Path, name: str) -> list[Path]:
+    """Rotated files and crash reports of an instance."""
+    replica_and_time = re.compile(rf"{re.escape(name)}-\d+-[^-]*\.json")
+    reports = [each for each in folder.glob("crashes/*.json") if replica_and_time.fullmatch(each.name)]
+    return [*reports, *(each for each in folder.glob(f"{name}.log.*") if each.suffix[1:].isdecimal())]
 
 
 def open_log(path: Path, limit_bytes: int, keep: int) -> int:

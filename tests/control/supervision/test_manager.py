@@ -34,7 +34,9 @@ from teimgr.errors import (
     UpdateFailed,
     ValidationError,
 )
-from teimgr.observability import catalogue
+from teimgr.observability import catalogue, logs
+from teimgr.observability.log_filter import LogFilter
+from teimgr.observability.log_source import LocalLogs
 from teimgr.spec import InstanceSpec, InstanceView, State, UpdateView
 from teimgr.wire.routing.router import Router
 
@@ -617,6 +619,33 @@ async def test_instances_that_calls_have_made_leave_no_series_in_the_metrics(fle
         pages.append([(family.name, each.labels) for family in page for each in page[family] if each.labels])
     assert pages[0] == pages[2]
     assert (catalogue.DELETED.name, {"instance": "(by calls)"}) in pages[0]
+
+
+async def test_of_the_logs_of_instances_that_calls_have_made_the_newest_few_stay(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "GONE_LOGS", 2)
+    fleet = fleets(on_demand=OnDemandSettings(models=("org/*",), max_instances=1))
+    await fleet.manager.boot()
+    folder = fleet.settings.log_dir
+    (folder / "crashes").mkdir(parents=True)
+    (folder / "org-own.log").write_text("of an instance that a user has deleted")
+    names = []
+    for number in range(4):
+        if names:
+            await fleet.manager.delete(names[-1])
+        name = str(await fleet.manager.declare(f"org/{number}"))
+        names.append(name)
+        for path in (f"{name}.log", f"{name}.log.1", f"crashes/{name}-0-20260101T000000.json"):
+            (folder / path).write_text(name)
+            os.utime(folder / path, (number, number))
+
+    left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    of_last = [f"crashes/{name}-0-20260101T000000.json", f"{name}.log", f"{name}.log.1"]
+    assert left == sorted(["org-own.log", *of_last, *(f"gone/{each}.log" for each in names[1:3])])
+    log = await LocalLogs(folder).open(names[2], LogFilter(), follow=False)
+    assert log is not None
+    assert await LocalLogs(folder).open(names[0], LogFilter(), follow=False) is None
 
 
 async def test_calls_at_the_same_time_have_no_more_instances_made_and_none_of_another_model(fleets: Fleets) -> None:

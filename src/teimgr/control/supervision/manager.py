@@ -49,6 +49,7 @@ from teimgr.errors import (
 )
 from teimgr.files import code_id
 from teimgr.observability import catalogue
+from teimgr.observability.logs import set_log_aside
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import Change, Incident, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
 from teimgr.wire.routing.directory import Directory
@@ -680,7 +681,9 @@ class Manager:
             await instance.update({}, restart=True)
 
     async def delete(self, name: str) -> InstanceView:
-        """Stop and remove an instance; returns its last view when its processes are gone. Its log file stays.
+        """Stop and remove an instance; returns its last view when its processes are gone.
+
+        Its log file stays; that of an instance that calls have made is set aside (`set_log_aside`).
 
         Raises:
             InstanceNotFound.
@@ -701,6 +704,8 @@ class Manager:
                 self._forget(name, instance)
         if is_by_call := instance.spec.tags.get(_MADE_BY) == _A_CALL:  # callers choose the names
             self._records.metrics.drop(name)
+            with suppress(OSError):  # such as a full disk, for which no call is refused
+                await asyncio.to_thread(set_log_aside, self._settings.log_dir, name)
         self._records.metrics.count(catalogue.DELETED, "(by calls)" if is_by_call else name)
         return view
 
