@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from tests.support.models import files
 from tests.support.models.files import CORPUS
-from tokenizers import AddedToken, Encoding, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Encoding, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from teimgr.engine.text import truncation
 from teimgr.engine.text.boundaries import Boundaries
@@ -134,6 +134,52 @@ def _compare(kind: str, draw: random.Random) -> int:
                 assert _ids(encoding, bound) == expected, (tokenizer.normalizer, bound, text, short)
                 break
     return cuts
+
+
+_WORDS = ["fog", "rain", "harbour", "lamps", "over", "the", "qzx"]
+_FIVE, _SPACES = pre_tokenizers.FixedLength(5), pre_tokenizers.WhitespaceSplit()
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_RAW_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+_STEPS: dict[str, tuple[normalizers.Normalizer | None, list[pre_tokenizers.PreTokenizer], AddedToken | None]] = {
+    "parts of five characters": (None, [_FIVE, _BYTES], None),
+    "spaces that are bytes before words are split": (None, [_RAW_BYTES, _BYTES], None),
+    "spaces that the normalizer replaces": (
+        normalizers.Replace(" ", "\u2581"),
+        [_SPACES, _RAW_BYTES],
+        None,
+    ),
+    "a pattern over spaces": (normalizers.Replace(Regex("[a-z]+ r"), ""), [_BYTES], None),
+    "spaces at the beginning that are stripped": (normalizers.Strip(), [_BYTES], None),
+    "a token that ends with a space": (None, [_BYTES], AddedToken("og ")),
+}
+
+
+@pytest.mark.parametrize("steps", _STEPS)
+def test_a_cut_at_a_space_keeps_the_ids_whatever_the_steps_are(steps: str) -> None:
+    """By vocabularies with many words in parts, and with pieces over spaces where the steps allow these."""
+    for size in (275, 285, 295, 900):
+        tokenizer, draw = _made_of(steps, size), random.Random(steps)
+        shortener = Shortener(Boundaries(tokenizer), 12)
+        for _ in range(120):
+            text, left = " ".join(draw.choices(_WORDS, k=60)), draw.random() < 0.5
+            short = shortener.short(text, left, draw.randrange(60, 120))
+            encoding = tokenizer.encode(short.text)
+            bound = Truncation(max(1, len(encoding) - 1 - short.slack), left)
+            if shortener.decides(encoding, short, text, bound):
+                assert _ids(encoding, bound) == _ids(tokenizer.encode(text), bound), (text, short)
+
+
+def _made_of(steps: str, size: int) -> Tokenizer:
+    normalizer, splitters, token = _STEPS[steps]
+    tokenizer, draw = Tokenizer(models.BPE(unk_token="<unk>")), random.Random(size)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splitters)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=["<unk>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([" ".join(("over", *draw.choices(_WORDS, k=60))) for _ in range(200)], trainer)
+    tokenizer.add_tokens([] if token is None else [token])
+    return tokenizer
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,9 @@ _LOCAL_NORMALIZERS = frozenset(
 )
 _BERT_NORMALIZERS = frozenset({"BertNormalizer", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents"})
 _WORD_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "WhitespaceSplit", "Split"})
+# Steps before the one that splits words: they leave spaces, and cut a word alike wherever it is.
+_LEAVE_SPACES = frozenset({"Digits", "Punctuation", "UnicodeScripts"})
+_DROP_SPACES = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 _SEARCHED = 1024  # characters at a time, backwards
 _MAX_CANDIDATES = 24  # each takes up to milliseconds of look-ups
 
@@ -61,7 +64,10 @@ class Boundaries:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._at_spaces = breaks_at_spaces(tokenizer)
-        added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content]
+        self._keeps_first_space = _keeps_first_space(tokenizer)
+        tokens = tokenizer.get_added_tokens_decoder().values()
+        added = [token.content for token in tokens if token.content]
+        self._takes_spaces = any(token.rstrip for token in tokens)
         self._added = re.compile("|".join(map(re.escape, added)), re.IGNORECASE) if added else None
         self._longest_added = max(map(len, added), default=0)
         self._normalizer = tokenizer.normalizer
@@ -82,7 +88,7 @@ class Boundaries:
 
     def first(self, text: str, begin: int, end: int, slack: int) -> Place | None:
         """The first place in [begin, end]: the tokens behind it, except `slack`, are the last of the whole text."""
-        for pattern, is_certain in self._rules():
+        for pattern, is_certain in self._rules(left=True):
             for match in pattern.finditer(text, begin, end):
                 if is_certain(text, match.start()):
                     return Place(match.start())
@@ -107,7 +113,7 @@ class Boundaries:
             at = next(
                 (
                     at
-                    for pattern, is_certain in self._rules()
+                    for pattern, is_certain in self._rules(left=True)
                     for at in _backwards(pattern, text, begin + distance // 2, begin + distance)
                     if is_certain(text, at)
                 ),
@@ -118,9 +124,11 @@ class Boundaries:
             yield at
             begin = at
 
-    def _rules(self) -> Iterator[tuple[re.Pattern[str], Callable[[str, int], bool]]]:
-        if self._at_spaces:
-            yield _SPACE, lambda text, at: True
+    def _rules(self, *, left: bool = False) -> Iterator[tuple[re.Pattern[str], Callable[[str, int], bool]]]:
+        """Patterns of places, and whether one of them is certain; `left`: for the tokens behind it too."""
+        if self._at_spaces and (self._keeps_first_space or not left):
+            # An added token that takes the spaces behind it would not find this one, or find it alone.
+            yield _SPACE, self._is_not_added if self._takes_spaces else lambda text, at: True
         if self._word_places is not None:
             yield self._word_places, self._is_not_added
 
@@ -229,9 +237,53 @@ def _spec(part: Any) -> dict[str, Any] | None:
 
 def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
     """Whether no token can span letters or digits on both sides of a space; False where that is not certain."""
-    if any(" " in token.content.strip() for token in tokenizer.get_added_tokens_decoder().values()):
+    if any(" " in token.content.lstrip() for token in tokenizer.get_added_tokens_decoder().values()):
         return False
-    return any(_splits(part) for part in flattened(_spec(tokenizer.pre_tokenizer), "pretokenizers"))
+    splitter = _splitter(tokenizer)
+    normalizers = flattened(_spec(tokenizer.normalizer), "normalizers")
+    return splitter is not None and all(_leaves_spaces(part, splitter) for part in normalizers)
+
+
+def _splitter(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """The step that splits words at spaces, unless one before it may change or join what is around them."""
+    for part in flattened(_spec(tokenizer.pre_tokenizer), "pretokenizers"):
+        if _splits(part):
+            return part
+        if part["type"] not in _LEAVE_SPACES:
+            return None
+    return None
+
+
+def _leaves_spaces(part: dict[str, Any], splitter: dict[str, Any]) -> bool:
+    """Whether a space between two letters or digits is one for `splitter` too, behind a normalizer of texts."""
+    kind = part["type"]
+    if kind != "Replace":
+        return kind in _LOCAL_NORMALIZERS or kind in _BERT_NORMALIZERS
+    found, content = part["pattern"], part["content"]
+    if found in _SPACE_RUNS:
+        return bool(content == " " or _marks_spaces(splitter, content))
+    if found == {"String": " "}:
+        return _marks_spaces(splitter, content)
+    return "String" in found and not any(map(str.isspace, found["String"]))
+
+
+def _marks_spaces(splitter: dict[str, Any], content: str) -> bool:
+    return bool(splitter["type"] == "Metaspace" and content == splitter["replacement"])
+
+
+_SPACE_RUNS = [{"Regex": regex} for regex in (" {2,}", r"\s+", r"\s{2,}", " +")]
+
+
+def _keeps_first_space(tokenizer: Tokenizer) -> bool:
+    """Whether the words of a text that begins with a space are those it has within a longer one."""
+    normalizers = flattened(_spec(tokenizer.normalizer), "normalizers")
+    if not any(part["type"] == "Strip" and part["strip_left"] for part in normalizers):
+        return True
+    if (splitter := _splitter(tokenizer)) is None:
+        return False
+    kind = splitter["type"]
+    always = splitter.get("add_prefix_space") or splitter.get("prepend_scheme", "never") != "never"
+    return kind in _DROP_SPACES or (kind in ("ByteLevel", "Metaspace") and bool(always))
 
 
 def _splits(part: dict[str, Any]) -> bool:
