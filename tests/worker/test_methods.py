@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,18 @@ from tests.support.models import (
     build_multi_vector,
     build_splade,
 )
+from tests.support.polling import eventually
 from tests.support.worker_process import Answer, Connect, WorkerLink, WorkerProcess, arrow
+from tests.worker.test_dispatcher import FakeEngine, dispatching
 
-from teimgr.errors import Code
+from teimgr.errors import Code, TeimgrError
+from teimgr.spec import Kind
 from teimgr.wire.frames import Flag, Method, Timings
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2, frames_pb2
+from teimgr.worker import calls, methods
+from teimgr.worker.calls import MethodCall
 from teimgr.worker.methods import embed_all_response, embed_response, embed_sparse_response
 
 INSIDE = 5  # calls: one running and four behind it, of `max_concurrent_requests=1`
@@ -403,6 +410,46 @@ async def test_ranks_are_the_scores_of_the_pairs_best_first(links: Links) -> Non
     assert scores == pytest.approx({i: labelled(one)["LABEL_0"] for i, one in enumerate(pairs)}, abs=1e-5)
     assert scores == pytest.approx({i: 1 / (1 + np.exp(-logit)) for i, logit in raw.items()}, abs=1e-5)
     assert answer.timings.chars == len(query) * len(texts) + sum(map(len, texts))
+
+
+class _Recorded(MethodCall):
+    """A call that keeps its errors."""
+
+    errors: tuple[TeimgrError, ...] = ()
+
+    def fail(self, error: TeimgrError) -> None:
+        self.errors += (error,)
+
+
+async def test_a_large_message_is_read_on_a_codec_thread_and_its_query_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the loop, 37 MiB of 60,000 texts took it 80 ms, and a query of 8 MiB was decoded again for each text."""
+    engine, threads = FakeEngine(), []
+    engine.info = replace(engine.info, kind=Kind.RERANKER)
+    dispatcher, parse = dispatching(engine), calls.parsed
+
+    def seen(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return parse(*arguments)
+
+    monkeypatch.setattr(calls, "parsed", seen)
+    texts = ["fog " * 40_000, "rain " * 40_000]
+    call = _Recorded(Method.RERANK, rerank(*texts, query="dog " * 9, truncate=True), Flag.NONE)
+    refused = _Recorded(Method.RERANK, rerank(*["fog " * 4000] * 33), Flag.NONE)
+    malformed = _Recorded(Method.EMBED, b"\x0a" * 400_000, Flag.NONE)
+
+    for one in (call, refused, malformed):
+        methods.handle(dispatcher, one)
+    await eventually(lambda: engine.jobs and refused.errors and malformed.errors)
+
+    (job,) = engine.jobs
+    assert [pair.second for pair in job.inputs] == texts
+    assert job.inputs[0].first is job.inputs[1].first
+    assert {name.split("_")[0] for name in threads} == {"codec"}
+    assert not call.errors
+    assert "batch size 33 > maximum allowed batch size 32" in refused.errors[0].message
+    assert malformed.errors[0].code is Code.INVALID_INPUT
+    dispatcher.cancel(call)
+    dispatcher.close()
 
 
 async def test_equal_scores_have_the_higher_index_first_and_texts_come_only_when_asked_for(links: Links) -> None:

@@ -180,7 +180,7 @@ class MethodCall(WorkerCall):
     `flags` are those of a request's frame; `fixed_lane` is the lane that they name, None if they leave it open.
     """
 
-    __slots__ = ("fixed_lane", "method", "payload")
+    __slots__ = ("_parsed", "fixed_lane", "method", "payload")
 
     def __init__(self, method: int, payload: Received, flags: int, deadline: float | None = None) -> None:
         self.fixed_lane = _named_lane(flags)
@@ -190,6 +190,7 @@ class MethodCall(WorkerCall):
         super().__init__(len(payload), lane, deadline, may_wait=may_wait, streamed=streamed)
         self.method = method
         self.payload = payload
+        self._parsed: Message | None = None
 
     def price(self, texts: int, max_length: int) -> None:
         """Leave the interactive lane where it costs too much, unless the caller chose it or it is part of a stream."""
@@ -198,7 +199,13 @@ class MethodCall(WorkerCall):
 
     def message(self, kind: type[MessageT], most_fields: int = MAX_FIELDS) -> MessageT:
         """The payload as a protobuf message of type `kind`; raises InvalidInput as `parsed`."""
+        if self._parsed is not None:
+            return cast(MessageT, self._parsed)
         return parsed(kind, self.payload, most_fields)
+
+    def parse(self, kind: type[Message], most_fields: int) -> None:
+        """For a thread: have `message` find the payload parsed; raises InvalidInput as `parsed`."""
+        self._parsed = parsed(kind, self.payload, most_fields)
 
     def table_message(self, kind: type[MessageT]) -> tuple[MessageT, bytes | memoryview]:
         """The payload as a message without its `arrow_ipc`, and that: a view of the payload where this is large.

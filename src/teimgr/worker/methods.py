@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from teimgr import __version__
@@ -21,7 +22,7 @@ from teimgr.wire.frames import HttpReply, HttpRequest, Method, Timings, read_req
 from teimgr.wire.grpc_core.streams import MAX_PAIRS
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
-from teimgr.wire.protobuf import scan, varint
+from teimgr.wire.protobuf import MAX_FIELDS, scan, varint
 from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.worker import arrow_calls
 from teimgr.worker.calls import (
@@ -52,6 +53,9 @@ _MODEL_TYPES: Mapping[str, tei_pb2.ModelType] = {
 _MAX_RERANK_FIELDS = 2**16
 # Of a request to decode: an id has a byte at least, and protobuf holds the GIL for all of them.
 _MAX_DECODE_BYTES = 2**18
+# Of a message that is parsed on a codec thread: the fields of one take Python a microsecond each, and 8 MiB of text
+# 10 ms.
+_LARGE_MESSAGE_BYTES = 256 * 1024
 ScoringRequest = tei_pb2.PredictRequest | tei_pb2.PredictPairRequest | tei_pb2.RerankRequest
 
 
@@ -62,13 +66,31 @@ def handle(dispatcher: Dispatcher, call: MethodCall) -> None:
         method = METHODS.get(call.method)
         if method is None:
             raise Internal(f"No method has the number {call.method}")
-        method(dispatcher, call)
+        if len(call.payload) > _LARGE_MESSAGE_BYTES and call.method in _MESSAGES:
+            dispatcher.run(call, _parse_then_answer(dispatcher, call, method))
+        else:
+            method(dispatcher, call)
     except Exception as error:
-        known = error if isinstance(error, TeimgrError) else masked(error)
-        dispatcher.metrics.failed(known)
-        call.fail(known)
+        _fail(dispatcher, call, error)
     finally:
         CURRENT.reset(token)
+
+
+def _fail(dispatcher: Dispatcher, call: MethodCall, error: Exception) -> None:
+    known = error if isinstance(error, TeimgrError) else masked(error)
+    dispatcher.metrics.failed(known)
+    call.fail(known)
+
+
+async def _parse_then_answer(
+    dispatcher: Dispatcher, call: MethodCall, method: Callable[[Dispatcher, MethodCall], None]
+) -> None:
+    """Answer a call whose message takes so long to parse that a codec thread does it."""
+    try:
+        await dispatcher.off_loop(call.parse, *_MESSAGES[call.method])
+        method(dispatcher, call)
+    except Exception as error:
+        _fail(dispatcher, call, error)
 
 
 # Embeddings.
@@ -164,8 +186,26 @@ def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
         dispatcher.metrics.batch_too_large(len(message.texts))
         call.fail(InvalidInput(refusal))
         return
-    pairs = [Pair(message.query, text) for text in message.texts]
-    dispatcher.serve(call, pairs, options, _rank_encoder(dispatcher, call, pairs, message.return_text))
+
+    def read() -> list[Pair]:
+        query = message.query  # each look at it decodes it
+        return [Pair(query, text) for text in message.texts]
+
+    def encode(pairs: Sequence[Pair]) -> Encode:
+        return _rank_encoder(dispatcher, call, pairs, message.return_text)
+
+    if len(call.payload) <= _LARGE_MESSAGE_BYTES:
+        pairs = read()
+        dispatcher.serve(call, pairs, options, encode(pairs))
+        return
+
+    async def read_then_submit() -> None:
+        pairs = await dispatcher.off_loop(read)
+        dispatcher.submit(call, (Part(range(len(pairs)), pairs, options),), encode(pairs))
+
+    dispatcher.metrics.received(len(message.texts))
+    call.price(len(message.texts), dispatcher.max_length)
+    dispatcher.admit_async(call, read_then_submit)
 
 
 def rerank_stream(dispatcher: Dispatcher, call: MethodCall) -> None:
@@ -323,6 +363,18 @@ METHODS: Mapping[int, Callable[[Dispatcher, MethodCall], None]] = {
     Method.EMBED_SPARSE_ARROW: arrow_calls.embed_sparse_arrow,
     Method.INFER_ARROW: arrow_calls.infer_arrow,
     Method.HTTP: forwarded_http,
+}
+
+
+# By method, what `MethodCall.parse` is given for a large message. Those with tables read these as they are.
+_MESSAGES: Mapping[int, tuple[type[Message], int]] = {
+    Method.EMBED: (tei_pb2.EmbedRequest, MAX_FIELDS),
+    Method.EMBED_SPARSE: (tei_pb2.EmbedSparseRequest, MAX_FIELDS),
+    Method.EMBED_ALL: (tei_pb2.EmbedAllRequest, MAX_FIELDS),
+    Method.PREDICT: (tei_pb2.PredictRequest, MAX_FIELDS),
+    Method.PREDICT_PAIR: (tei_pb2.PredictPairRequest, MAX_FIELDS),
+    Method.RERANK: (tei_pb2.RerankRequest, _MAX_RERANK_FIELDS),
+    Method.TOKENIZE: (tei_pb2.EncodeRequest, MAX_FIELDS),
 }
 
 
