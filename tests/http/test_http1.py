@@ -44,6 +44,10 @@ async def upload_all(scope: Any, receive: Any, send: Any) -> None:
         await Response(str(size))(scope, receive, send)
 
 
+async def answer_at_once(request: DirectRequest) -> DirectReply:
+    return DirectReply(200, {}, b"hello")
+
+
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
     """What comes until the server closes, or resets since it has not read all that was sent."""
     received = b""
@@ -341,6 +345,58 @@ async def test_what_an_answered_client_still_sends_is_discarded_within_bytes(mon
         writer.close()
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 8000000\r\n\r\n",
+        b"POST / HTTP/1.0\r\nContent-Length: 8000000\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a b\r\n\r\n",
+    ],
+    ids=["last of its connection", "HTTP/1.0", "refused by the parser"],
+)
+@pytest.mark.parametrize("direct", [None, lambda method, target: answer_at_once], ids=["ASGI", "direct"])
+async def test_an_answer_arrives_that_closes_the_connection_before_the_body_has_come(
+    head: bytes, direct: Direct | None
+) -> None:
+    """The kernel resets a connection that is closed with bytes to be read; urllib's calls are all of this kind."""
+    sock, gate = bind("127.0.0.1", 0), ConnectionGate()
+    async with serving(hello, sock, gate=gate, direct=direct), asyncio.timeout(20):
+        reader, writer = await connected(sock)
+        writer.write(head)
+        writer.write(bytes(8_000_000))
+        await writer.drain()
+
+        answer = await reader.read()
+
+        assert answer.startswith(b"HTTP/1.1 400" if b"a b" in head else b"HTTP/1.1 200")
+        writer.close()
+        await eventually(lambda: gate.count == 0)
+
+
+async def test_a_connection_closed_behind_an_answer_is_held_within_a_time_and_bytes() -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 1000000000\r\n\r\nx"
+    sock, gate = bind("127.0.0.1", 0), within({Phase.DISCARD: 0.3})
+    async with serving(hello, sock, gate=gate), asyncio.timeout(20):
+        reader, writer = await connected(sock)
+        writer.write(head)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        await eventually(lambda: gate.count == 0)
+        writer.close()
+
+    sock, gate = bind("127.0.0.1", 0), ConnectionGate()
+    async with serving(hello, sock, gate=gate), asyncio.timeout(20):
+        reader, writer = await connected(sock)
+        writer.write(head)
+        sent = 0
+        with suppress(ConnectionError):
+            while True:
+                writer.write(bytes(2**20))
+                await writer.drain()
+                sent += 1
+        assert 32 < sent < 100, "megabytes"
+        await eventually(lambda: gate.count == 0)
+
+
 async def test_the_rest_of_an_answered_request_may_come_and_another_one_behind_it() -> None:
     sock = bind("127.0.0.1", 0)
     async with serving(hello, sock, gate=within({Phase.DISCARD: 60.0})), asyncio.timeout(10):
@@ -446,6 +502,16 @@ async def test_chunks_of_one_byte_and_heads_of_many_fields_leave_turns_to_others
             writer.close()
 
 
+async def test_http_10_has_no_chunks() -> None:
+    """RFC 9112, 6.1: a message of HTTP/1.0 with a transfer coding is framed wrong."""
+    sock = bind("127.0.0.1", 0)
+    async with serving(upload_all, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(CHUNKED_POST.replace(b"1.1", b"1.0") + b"2\r\nhi\r\n0\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -453,6 +519,7 @@ async def test_chunks_of_one_byte_and_heads_of_many_fields_leave_turns_to_others
         b"Host: x\r\nHost: y\r\n",
         b"Host: x\r\nAuthorization: Bearer a\r\nauthorization: Bearer b\r\n",
         b"Host: x\r\nX-API-Key: a\r\nX-API-Key: a\r\n",
+        *(b"Host: x\r\nTransfer-Encoding: %s, chunked\r\n" % coding for coding in (b"gzip", b"deflate", b"chunked")),
     ],
 )
 async def test_a_head_that_parts_of_a_server_could_read_differently_is_refused(head: bytes) -> None:

@@ -8,13 +8,15 @@ limits of all ports are in one place, `LIMITS`, for HTTP/1, HTTP/2 and TLS alike
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, cast
 from weakref import WeakSet
 
 from teimgr.http.turns import CallTurns
@@ -84,6 +86,8 @@ BACKLOG = 4096
 # A client that reads less than this in this time, while its connection's write buffer is full, is cut off.
 STALL_S = 30.0
 MIN_READ_BYTES = 16 * 1024
+# Of a client whose connection is closed behind an answer: it has read the answer, or will not.
+_MAX_SILENCE_S = 2.0
 # The phases of connections that make room on a full port, in this order.
 _DISPLACED = (Phase.CLOSING, Phase.DISCARD, Phase.SILENT, Phase.HANDSHAKE, Phase.HEAD, Phase.IDLE)
 # Expired connections that are closed in one turn of the event loop, and the pause before the next ones.
@@ -134,6 +138,73 @@ class Holder(Protocol):
 
     def on_displaced(self) -> None:
         """Abort the connection, which has left the gate: another one takes its place, or its close takes too long."""
+
+
+class ClosedConnection(asyncio.Protocol):
+    """A connection that its server has closed behind an answer, while the client still sends the request.
+
+    The kernel resets a connection that is closed with bytes to be read, and the client may lose the answer. So the
+    socket is kept until the client closes or sends nothing for a while, and what comes is dropped, within the limits of
+    the phase DISCARD.
+    """
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._dropped = self._checked = 0
+
+    def take(self, transport: asyncio.Transport) -> asyncio.Task[None] | None:
+        """Take over the socket of a transport that is being closed; None if it has TLS, whose close waits anyway."""
+        if transport.get_extra_info("sslcontext") is not None:
+            return None
+        taken = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        return asyncio.get_running_loop().create_task(self._begin(taken))
+
+    async def _begin(self, taken: socket.socket) -> None:
+        try:
+            taken.setblocking(False)
+            with suppress(OSError):  # the client has closed
+                taken.shutdown(socket.SHUT_WR)
+            await asyncio.get_running_loop().create_connection(lambda: self, sock=taken)
+        except BaseException:
+            taken.close()
+            self._ticket.leave()
+            raise
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._check_later()
+        if self._ticket.hand_to(self):
+            self._ticket.enter(Phase.DISCARD)
+            self._ticket.hold(0)
+        else:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._dropped += len(data)
+        if self._dropped > cast(int, LIMITS[Phase.DISCARD].bytes):
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._ticket.leave()
+
+    def _check_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_MAX_SILENCE_S, self._check)
+
+    def _check(self) -> None:
+        if self._checked == self._dropped:
+            self._transport.close()
+        else:
+            self._checked = self._dropped
+            self._check_later()
+
+    def on_expired(self, phase: Phase) -> None:
+        """Called by the gate."""
+        self._transport.close()
+
+    def on_displaced(self) -> None:
+        """Called by the gate."""
+        self._transport.abort()
 
 
 class Ticket:

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 
 from teimgr.http.bodies import SINGLE_HEADERS, UNREAD, UnreadOfPort, is_host
 from teimgr.http.byte_budget import Charge
-from teimgr.http.connection_gate import LIMITS, Phase, StallGuard, Ticket
+from teimgr.http.connection_gate import LIMITS, ClosedConnection, Phase, StallGuard, Ticket
 from teimgr.http.direct import Answer, Direct, DirectExchange
 from teimgr.http.turns import PART_UNITS, LoopTurns
 
@@ -165,6 +165,8 @@ class HttpProtocol(HttpToolsProtocol):
     _overhead = 0  # bytes since a head began, or since the last byte of a body
     _discarded = 0
     _is_lost = False
+    _closes_early = False  # behind an answer, while the request comes
+    _has_ticket = True
     _rest = b""  # received, not parsed yet
     _awaits_turn = False  # to parse it
     _chunks = 0  # in the present piece
@@ -191,11 +193,18 @@ class HttpProtocol(HttpToolsProtocol):
         return self._ticket.keeps_open(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._closes_early and exc is None and not self.transport.get_write_buffer_size():
+            task = ClosedConnection(self._ticket).take(self.transport)
+            if task is not None:
+                self._has_ticket = False
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
         if not self._ticket.ends_later(partial(self._lost, exc)):
             self._lost(exc)
 
     def _lost(self, exc: Exception | None) -> None:
-        self._ticket.leave()
+        if self._has_ticket:
+            self._ticket.leave()
         self._stall_guard.resumed()
         self._buffered.release()
         self._rest = b""
@@ -258,6 +267,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         self._discarded = 0
+        self._closes_early = self.transport.is_closing() and self._is_in_message
         if not self.transport.is_closing():
             self.flow.resume_reading()
             if self.pipeline:
@@ -269,6 +279,11 @@ class HttpProtocol(HttpToolsProtocol):
             self.pass_on()
         if self._is_lost:
             self._free()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn too."""
+        self._closes_early = True
+        super().send_400_response(msg)
 
     def pass_on(self) -> None:
         """Pass the connection on, where the server leaves and no request of it is being received or answered."""
@@ -292,6 +307,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _settle(self) -> None:
         """Enter the phase of now."""
+        if not self._has_ticket:
+            return
         ticket, cycle = self._ticket, self.cycle
         is_answered = cycle is None or cycle.response_complete
         phase = ticket.phase
@@ -423,6 +440,9 @@ class HttpProtocol(HttpToolsProtocol):
             names = [name for name, _ in self.headers]
             if any(names.count(name) > 1 for name in SINGLE_HEADERS):
                 raise ValueError("a header is repeated")
+        coding = fields.get(b"transfer-encoding")
+        if coding is not None and (coding.strip().lower() != b"chunked" or self.parser.get_http_version() == "1.0"):
+            raise ValueError("a transfer coding that is not served")
         if (host := fields.get(b"host")) is not None and not is_host(host):
             raise ValueError("not a host")
         if b"expect" in fields:

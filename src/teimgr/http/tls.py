@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from math import ceil
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+from teimgr.http.connection_gate import LIMITS, Phase
 from teimgr.http.turns import PART_UNITS, TURN_UNITS, LoopTurns
 
 # What is processed before the time is looked at: 1.5 ms where it is all key updates.
@@ -25,7 +26,7 @@ _WRITE_BYTES = 2**18  # encrypted at a time
 # How long a client's `close_notify` is awaited after the server's, and how much of what comes meanwhile is dropped. The
 # clients of asyncio may lose the end of an answer when the connection ends before they have sent theirs.
 _CLOSE_LIMIT_S = 30.0
-_MAX_DROPPED = 2**20
+_MAX_DROPPED = cast(int, LIMITS[Phase.DISCARD].bytes)
 # What processing makes, answers to key updates, of a client that does not read; beyond it the connection is aborted.
 _MAX_UNREAD_ANSWERS = 2**16
 

@@ -125,6 +125,7 @@ async def test_a_wrong_field_is_named_and_nothing_is_kept(api: Front, fields: di
         (b"{}", "multipart/form-data", 415),
         (b"{}", "multipart/form-data; boundary=x", 400),
         (b"--x\r\nbroken", "multipart/form-data; boundary=x", 400),
+        (b"{}", "multipart/form-data; boundary=" + "b" * 257, 400),
         (b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--', None, 400),
         (b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}', None, 400),
         (b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n' * 2 + b"--x--", None, 400),

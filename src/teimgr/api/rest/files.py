@@ -22,6 +22,8 @@ from teimgr.http.auth.policy import caller_of
 # No part of an upload may take longer than the first to come, nor the whole longer than the second.
 _PART_S, _WHOLE_S = 30.0, 3600.0
 _MAX_FIELDS, _MAX_FIELD_BYTES = 32, 4096
+# What the library takes; RFC 2046 allows 70.
+_MAX_BOUNDARY_BYTES = 256
 # Parameters of a Content-Type or Content-Disposition: the library takes microseconds for each, on the event loop.
 _MAX_PARAMETERS = 64
 # After refusing a form, drain up to this many bytes, so that a client that still sends reads the error.
@@ -45,6 +47,8 @@ class FileForm:
         self._in_file = False
         self._text = bytearray()
         self._data: list[bytes] = []
+        if len(boundary) > _MAX_BOUNDARY_BYTES:
+            raise ValidationError(f"the form's boundary is longer than {_MAX_BOUNDARY_BYTES} bytes")
         self._parser = MultipartParser(
             boundary,
             {
