@@ -134,6 +134,17 @@ def test_what_only_looks_loads_nothing(daemon: WarmDaemonProcess, client: Client
     assert cards["a"] == cards["b"] == ("available", "loadable")
 
 
+def test_other_terms_of_a_loaded_model_are_in_force_at_once(daemon: WarmDaemonProcess, client: Client) -> None:
+    """They counted from its next change of state on: a pinned model was unloaded, one made idle stayed for ever."""
+    SURFACES["openai"](daemon)
+    client.update("a", pinned=True)
+    by_http("/v1/embeddings", model="b", input="rain")(daemon)
+    until(lambda: client.get("b").status is State.UNLOADED, "idle unload of the model that was called later")
+    assert client.get("a").status is State.RUNNING
+    client.update("a", pinned=False)
+    until(lambda: client.get("a").status is State.UNLOADED, "idle unload once it is not pinned any more")
+
+
 def test_a_users_stop_holds_and_a_start_loads(daemon: WarmDaemonProcess, client: Client) -> None:
     client.stop("a")
     assert client.get("a").status is State.STOPPED

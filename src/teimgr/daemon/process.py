@@ -154,6 +154,7 @@ class Daemon:
         node_identity = self.cluster.node_identity if self.cluster else None
         hosts = self.cluster.mux_hosts(mux_configs(settings)) if self.cluster else None
         self.residence = Residence(self.manager, self.directory, self.tenants)
+        self.manager.follow(self.residence.on_change)
         self.manager.memory.relieve_by(self.residence.relieve)
         self.manager.memory.tell_outgrown(self.residence.outgrown)
         self.manager.plan_evictions_by(self.residence.rehearsal)

@@ -201,6 +201,18 @@ def test_a_call_that_the_policy_has_not_seen_keeps_its_model() -> None:  # 1, by
     assert room.loads == ["a", "b"]
 
 
+def test_a_model_that_is_pinned_no_more_makes_room_at_once() -> None:
+    room = Room(budget=100)
+    room.declare("a", pinned=True)
+    room.resident("a", "b")
+    room.tell(Used("b", 1, 1))
+    room.ask(1, "c")  # waits for the end of b's call
+    assert room.phase("c") is Phase.ROOM
+    assert not room.unloads
+    room.declare("a", pinned=False)
+    assert [each.model for each in room.unloads] == ["a"]
+
+
 def test_a_loading_model_is_not_evicted() -> None:  # 2
     room = Room(budget=50)
     room.ask(1, "a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -363,6 +364,23 @@ async def test_a_load_without_memory_has_an_idle_model_evicted_and_is_judged_aga
         assert owner.unloads == ["a"]
         owner.publish("b", State.RUNNING)
         assert await waiting == "b"
+
+
+async def test_a_model_that_is_pinned_while_it_is_loaded_is_not_evicted() -> None:
+    async with running() as (owner, residence):
+        for name in ("a", "b"):
+            owner.declare_instance(name)
+        owner.publish("a", State.RUNNING)
+        waiting = asyncio.create_task(call(residence, "b"))
+        await owner.loaded.wait()
+        owner.specs["a"] = replace(owner.specs["a"], pinned=True)
+        residence.on_change("a")
+        residence.on_change("unknown")
+        assert not await asyncio.wait_for(residence.relieve("b", 50, 10, {"a": 50}), 30)
+        assert "a" not in owner.unloads
+        owner.remove("b")
+        with pytest.raises(TeimgrError):
+            await waiting
 
 
 @pytest.mark.parametrize("error", [Unavailable("not now"), KeyError("a defect")], ids=["refused", "defect"])

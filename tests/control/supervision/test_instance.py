@@ -352,6 +352,19 @@ async def test_an_idle_model_is_unloaded_although_one_of_its_workers_is_gone(fle
     assert fleet.manager.get("a").state is State.UNLOADED
 
 
+async def test_a_model_that_was_pinned_after_its_unloading_was_decided_serves_on(fleet: Fleet) -> None:
+    await fleet.create(load="on_demand")
+    await fleet.manager.load("a")
+    await fleet.running()
+    await fleet.manager.update("a", {"pinned": True})
+
+    assert not await fleet.manager.unload("a", "evicted")
+
+    await fleet.running()
+    await fleet.manager.update("a", {"pinned": False})
+    assert await fleet.manager.unload("a")
+
+
 @pytest.mark.clause("D-replicas")
 async def test_replicas_come_and_go_while_the_others_stay(fleet: Fleet) -> None:
     await fleet.create()

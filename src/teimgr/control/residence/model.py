@@ -94,6 +94,11 @@ class Model:
         return leaves_room(key, own, held, most - held - 1)
 
     @property
+    def may_go(self) -> bool:
+        """Whether it is unloaded here at all."""
+        return self.terms.on_demand and not self.terms.pinned
+
+    @property
     def waits_for_room(self) -> bool:
         return self.phase is Phase.ROOM or self.is_growing
 
@@ -253,8 +258,7 @@ class Fleet:
 
 def idle_until(model: Model) -> float | None:
     """When a loaded model goes because it has no calls; None for one that stays."""
-    terms = model.terms
-    may_go = model.phase is Phase.LOADED and terms.on_demand and not terms.pinned and not model.is_busy
+    may_go = model.phase is Phase.LOADED and model.may_go and not model.is_busy
     until, _ = model.stay() if may_go else (math.inf, None)
     return until if until < math.inf else None
 

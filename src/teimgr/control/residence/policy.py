@@ -73,9 +73,11 @@ def _declared(fleet: Fleet, event: Declared, now: float) -> Iterator[Decision]:
     model = fleet.models.get(event.model)
     if model is None:
         fleet.models[event.model] = Model(event.model, event.terms, since=now, hits_at=now, used_at=now)
-    else:
-        model.declare(event.terms)
-    return iter(())
+        return
+    may_go = model.may_go
+    model.declare(event.terms)
+    if model.may_go and not may_go:
+        yield from make_rooms(fleet, now)
 
 
 def _removed(fleet: Fleet, event: Removed, now: float) -> Iterator[Decision]:

@@ -199,6 +199,11 @@ class Residence:
         """
         self._mailbox.put_nowait(Kept(instance, seconds, key))
 
+    def on_change(self, instance: str) -> None:
+        """What an instance declares may have changed: it counts from now on, whether its model is loaded or not."""
+        if instance in self._fleet.models and (spec := self._owner.spec(instance)) is not None:
+            self._mailbox.put_nowait(Declared(instance, terms_of(spec)))
+
     def left_s(self, instance: str) -> float | None:
         """In how long a loaded model goes if no call comes; None for one that stays."""
         model = self._fleet.models.get(instance)
@@ -449,7 +454,10 @@ class Residence:
         done = False
         with suppress(TeimgrError):
             done = await self._owner.unload(name, reason, incident)
-        log.info("unload" if done else "not unloaded: it has calls", extra={"instance": name, "reason": reason})
+        log.info(
+            "unload" if done else "not unloaded: it has calls, or is pinned now",
+            extra={"instance": name, "reason": reason},
+        )
         if not done:
             self._mailbox.put_nowait(Busy(name))
 

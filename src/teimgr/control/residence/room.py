@@ -222,7 +222,7 @@ def _is_ending_for(fleet: Fleet, model: Model) -> bool:
 
 
 def _movable(models: Iterable[Model]) -> list[Model]:
-    return [each for each in models if each.terms.on_demand and not each.terms.pinned]
+    return [each for each in models if each.may_go]
 
 
 def _evict(fleet: Fleet, victim: Model, model: Model, now: float, why: str = "") -> Unload:

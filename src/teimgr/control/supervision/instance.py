@@ -243,7 +243,7 @@ class ManagedInstance:
                 await self._send(self._serving, Command.START)
 
     async def unload(self, reason: str = "", incident: Incident | None = None) -> bool:
-        """End the workers of an on-demand instance that has no calls; False, and it serves on, where it has some.
+        """End the workers of an on-demand instance without calls; False, and it serves on, if it has some or is pinned.
 
         It leaves the routes first, so that no call is on its way to a worker when the calls are counted. `incident` is
         what is recorded once it ends.
@@ -255,7 +255,7 @@ class ManagedInstance:
                 await self._send(self._serving, Command.STOP)
                 await asyncio.gather(*(each.settle() for each in self._serving))
                 return True
-            if self.state is not State.RUNNING:
+            if self.state is not State.RUNNING or self.spec.pinned:  # since this was decided, perhaps
                 return False
             self._is_unloading = True
             self._publish()

@@ -592,7 +592,7 @@ class Manager:
         return False
 
     async def unload(self, name: str, reason: str = "", incident: Incident | None = None) -> bool:
-        """End the workers of an on-demand instance that has no calls; False where it has some, or is not running.
+        """End the workers of an on-demand instance without calls; False where it has some, is pinned or not running.
 
         Raises:
             InstanceNotFound.
