@@ -34,7 +34,7 @@ from teimgr.observability.memory import collect_garbage_rarely
 from teimgr.wire import arrow_tables, frames
 from teimgr.wire.arrow_inputs import read_inputs, read_texts
 from teimgr.wire.frames import HttpRequest, Timings
-from teimgr.wire.freeing import free
+from teimgr.wire.gil import free
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.quantisation import Precision

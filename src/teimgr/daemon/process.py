@@ -68,7 +68,7 @@ from teimgr.observability.memory_return import MemoryReturn
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import ordered_by
 from teimgr.observability.telemetry import exporting, open_telemetry
-from teimgr.wire.gil_interval import use_short_turns
+from teimgr.wire.gil import use_short_turns
 from teimgr.wire.routing.directory import Directory
 
 log = logging.getLogger(__name__)

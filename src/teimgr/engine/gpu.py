@@ -12,7 +12,7 @@ import os
 import torch
 
 from teimgr.errors import DeviceFailed, OutOfDeviceMemory
-from teimgr.wire.gil_interval import use_short_turns
+from teimgr.wire.gil import use_short_turns
 
 log = logging.getLogger(__name__)
 

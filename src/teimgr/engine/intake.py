@@ -29,7 +29,7 @@ from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Input, Job, Lane, Pair, Share, characters
 from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.errors import InvalidInput, Overloaded, TeimgrError, TokenizerFailed, Unavailable
-from teimgr.wire.gil_interval import short_turns
+from teimgr.wire.gil import short_turns
 from teimgr.wire.text_column import TextColumn
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from teimgr.wire.gil_interval import Rests
+from teimgr.wire.gil import Rests
 
 # Numbers, or eighths of characters, that one call encodes: a few milliseconds.
 _AT_ONCE = 2**15

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 
 from teimgr.errors import InvalidInput
-from teimgr.wire.freeing import freed
-from teimgr.wire.gil_interval import Rests
+from teimgr.wire.gil import Rests, freed
 
 Text = bytes | bytearray
 AnyText = Text | memoryview

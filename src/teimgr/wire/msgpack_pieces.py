@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 
 from teimgr.wire import json_scan
-from teimgr.wire.freeing import free
+from teimgr.wire.gil import free
 from teimgr.wire.json_scan import MAX_CONTAINERS, MAX_TEXT_BYTES, MAX_VALUES
 
 _PIECE_BYTES = 64 * 1024

@@ -10,7 +10,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.wire.gil_interval import Rests
+from teimgr.wire.gil import Rests
 
 _COUNTED_BYTES = 2**20  # at a time: counting makes temporaries of this size
 _DECODED_BYTES = 2**17  # at a time: a millisecond at most

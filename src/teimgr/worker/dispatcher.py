@@ -21,8 +21,7 @@ from teimgr.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, Tei
 from teimgr.http.byte_budget import ByteBudget
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
-from teimgr.wire.freeing import free
-from teimgr.wire.gil_interval import short_turns
+from teimgr.wire.gil import free, short_turns
 from teimgr.wire.spaces import Marks, check_expected, reply_headers, reply_marks
 from teimgr.worker.calls import CallReply, DeferredReply, Encode, Part, Submission, WorkerCall, max_token_bytes
 from teimgr.worker.limiter import CallLimiter, InteractiveCalls

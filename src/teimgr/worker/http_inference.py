@@ -33,7 +33,7 @@ from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_pieces, json_scan
 from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
-from teimgr.wire.freeing import free
+from teimgr.wire.gil import free
 from teimgr.wire.spaces import EXPECT_FIELD
 from teimgr.wire.status import INPUT_INDEX
 from teimgr.worker import body_validation, token_ids

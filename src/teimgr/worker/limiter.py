@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from teimgr.engine.job import Lane, Share
 from teimgr.errors import Overloaded
-from teimgr.wire.gil_interval import short_turns
+from teimgr.wire.gil import short_turns
 from teimgr.worker.calls import WorkerCall
 
 # Interactive calls that a key may have under way while other keys call, for each unit of its weight. A query of another

@@ -32,9 +32,9 @@ from teimgr.http.server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import InstanceSpec, InstanceView, LoadedModel, RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 from teimgr.wire.frames import MAX_HEAD_BYTES, HttpReply
+from teimgr.wire.gil import StepThread
 from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.router import Router, router_view
-from teimgr.wire.step_thread import StepThread
 
 __all__ = ["start_worker"]
 

@@ -73,6 +73,7 @@ from teimgr.wire.frames import (
     read_reply,
     request_head,
 )
+from teimgr.wire.gil import StepThread
 from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelStays, as_unloaded, call_when_ready
@@ -80,7 +81,6 @@ from teimgr.wire.routing.returning import ReturningWorkers
 from teimgr.wire.routing.router import Lease, Router, router_view
 from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import STATUS
-from teimgr.wire.step_thread import StepThread
 from teimgr.wire.tenants.table import FILE as TENANTS_FILE
 from teimgr.worker.tenant_meter import EntryMeters
 

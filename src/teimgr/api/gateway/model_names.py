@@ -10,10 +10,10 @@ import orjson
 from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound, ModelNotFound, Stopped, Unavailable
 from teimgr.models.source import names_a_path, shown_id
 from teimgr.spec import State
+from teimgr.wire.gil import StepThread
 from teimgr.wire.json_scan import text_member
 from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.router import Lease, RouterView
-from teimgr.wire.step_thread import StepThread
 
 _NEAREST = 3
 # Of an absurdly long name that does not exist, in the error text.

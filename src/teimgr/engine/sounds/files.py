@@ -23,7 +23,7 @@ from teimgr.engine.job import MediaFile, Sound
 from teimgr.engine.sounds.spectrograms import Spectrograms, prepare, windows_of
 from teimgr.errors import InvalidInput
 from teimgr.models.layout import Layout, SoundEncoder, SoundSteps
-from teimgr.wire.gil_interval import Rests
+from teimgr.wire.gil import Rests
 
 MAX_SECONDS = 600
 MAX_FILE_BYTES = 20 * 2**20

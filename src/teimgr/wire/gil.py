@@ -1,0 +1,176 @@
+"""Long work of threads leaves the GIL to the event loop: a short switch interval, rests, steps, freeing in parts.
+
+The default interval is 5 ms, and each callback of an event loop may have to wait that long for a thread that computes.
+Half a millisecond costs a worker 5 % of its processor time under 64 callers, whose engine threads and loop then
+interrupt each other far more often than they need to. So the interval is short while long work of a caller runs.
+
+That alone does not help a loop much: libuv takes the GIL for each callback again, and waits each time for the interval
+and for the call that holds it then. A thread that computes for seconds therefore sleeps for a moment now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from sys import getrefcount
+from threading import Lock
+from typing import Any, TypeVar
+
+_SHORT_S = 0.0005
+# A loop has this of each part of the other thread's time, which is a tenth longer for it.
+_WORK_S, _REST_S = 0.001, 0.0001
+_lock = Lock()
+_users = 0
+_usual_s = 0.0
+
+
+def use_short_turns() -> None:
+    """Keep the interval short for the life of this process: one without engine threads, or with a GPU."""
+    sys.setswitchinterval(_SHORT_S)
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Keep the interval short within the block, on any thread and for all threads of the process."""
+    global _users, _usual_s
+    with _lock:
+        if not _users:
+            _usual_s = sys.getswitchinterval()
+            sys.setswitchinterval(_SHORT_S)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                sys.setswitchinterval(_usual_s)
+
+
+class Rests:
+    """Sleeps of a thread without an event loop, by which those with one go on: call it between two short steps."""
+
+    __slots__ = ("_since",)
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __call__(self) -> None:
+        """Sleep for a moment if the last time was a millisecond ago, and this thread runs no loop."""
+        if time.perf_counter() - self._since < _WORK_S:
+            return
+        if asyncio._get_running_loop() is None:
+            time.sleep(_REST_S)
+        self._since = time.perf_counter()
+
+
+ResultT = TypeVar("ResultT")
+
+
+class StepThread:
+    """Runs generators on one thread, a step of each in turn, until they return."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._turns: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
+        self._lock = Lock()
+        self._is_running = False
+
+    async def run(self, steps: Generator[None, None, ResultT]) -> ResultT:
+        """What the generator returns. A call that is cancelled ends it at its next turn.
+
+        Raises:
+            Exception: what the generator raises.
+        """
+        result: Future[ResultT] = Future()
+        with self._lock:
+            self._turns.append((steps, result))
+            if not self._is_running:
+                self._is_running = True
+                self._thread.submit(self._take_turns)
+        return await asyncio.wrap_future(result)
+
+    def close(self) -> None:
+        """Wait for the generators that are left."""
+        self._thread.shutdown()
+
+    def _take_turns(self) -> None:
+        rest = Rests()
+        while True:
+            rest()
+            with self._lock:
+                if not self._turns:
+                    self._is_running = False
+                    return
+                steps, result = self._turns.popleft()
+            if result.cancelled():
+                steps.close()
+                continue
+            with suppress(InvalidStateError):  # cancelled during the step
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    result.set_result(end.value)
+                except Exception as error:
+                    result.set_exception(error)
+                else:
+                    with self._lock:
+                        self._turns.append((steps, result))
+
+
+# Values that one call frees: a millisecond or two.
+_AT_ONCE = 2**15
+_LEAVES = frozenset((str, int, float, bool, bytes, type(None)))
+# References to a value that only its list has, as `_alone` counts them: the list's, its own and that of the count.
+_ONE_OWNER = 3
+
+
+def free(*values: Any) -> None:
+    """Empty lists, dicts and objects that are of no more use, and those in them that nothing else refers to.
+
+    For a thread: others get the GIL between two parts.
+    """
+    rest = Rests()
+    for value in values:
+        for _ in freed(value):
+            rest()
+
+
+def freed(value: Any) -> Generator[None, None, None]:
+    """`free` of one value in steps."""
+    waiting = [taken] if (taken := _members(value)) else []
+    while waiting:
+        if not waiting[-1]:
+            waiting.pop()
+            continue
+        few = waiting[-1][-_AT_ONCE:]
+        del waiting[-1][-_AT_ONCE:]
+        nested = _alone(few)
+        few.clear()
+        while nested:
+            if members := _members(nested.pop()):
+                waiting.append(members)
+        yield
+
+
+def _alone(values: list[Any]) -> list[Any]:
+    """Those that may have others in them, and that nothing but the list refers to."""
+    return [one for one in values if type(one) not in _LEAVES and getrefcount(one) <= _ONE_OWNER]
+
+
+def _members(value: Any) -> list[Any]:
+    """The values in a list, dict or object, which is emptied unless it is a list."""
+    if type(value) is list:
+        return value
+    holder = value if type(value) is dict else getattr(value, "__dict__", None)
+    if type(holder) is not dict:
+        return []
+    taken = list(holder.values())
+    with suppress(RuntimeError):  # another thread has put something into it
+        holder.clear()
+    return taken
