@@ -6,12 +6,16 @@ import re
 from dataclasses import replace
 from datetime import datetime
 from html.parser import HTMLParser
+from typing import Any
 
+import aiohttp
 import pytest
-from tests.support.rest_listener import MODEL, Front
+from tests.support.credentials import AUTH, SECRETS
+from tests.support.rest_listener import MODEL, Front, listening
 
 from teimgr import __version__
 from teimgr.api.rest import probes
+from teimgr.config.settings import Settings
 from teimgr.spec import CUT_TEXTS
 
 
@@ -147,3 +151,24 @@ def _links(page: str) -> list[str]:
 
     Reader().feed(page)
     return found + re.findall(r"url\(.*?\)|@import", page)
+
+
+def bearer(name: str) -> dict[str, Any]:
+    return {"headers": {"Authorization": f"Bearer {SECRETS[name]}"}}
+
+
+async def test_only_a_key_that_sees_all_instances_reads_names_in_health(settings: Settings) -> None:
+    async with listening(replace(settings, auth=AUTH)) as front, aiohttp.ClientSession(front.url) as http:
+        async with http.post("/instances", json={"name": "other", "model_id": "tiny"}, **bearer("admin")) as reply:
+            assert reply.status == 201
+        front.fleet.fail("other", "no model 'secret/name'")
+        front.alarms.append("other: failed: no model 'secret/name'")
+
+        for name in (None, "inference", "team"):
+            async with http.get("/health", **({} if name is None else bearer(name))) as reply:
+                assert reply.status == 200
+                assert (await reply.json())["alarms"] == ["alarms: 1; a key that sees all instances sees them"], name
+        async with http.get("/health", **bearer("read")) as reply:
+            assert (await reply.json())["alarms"] == front.alarms
+        async with http.get("/ready", **bearer("team")) as reply:
+            assert reply.status == 403

@@ -192,7 +192,7 @@ class Page:
             "alarms.html",
             view="alarms",
             alarms=self._alarm_lines(request, rows),
-            notices=all_notices(self._manager, request.app.state.reloader),
+            notices=all_notices(self._manager, request.app.state.reloader, not caller.is_restricted),
             events=views.events_for(caller, request.app.state.events, EVENTS_SHOWN),
         )
 
@@ -404,8 +404,9 @@ class Page:
         return views.memory_in_use((await self._gpus.read()).gpus)
 
     def _alarm_lines(self, request: Request, rows: Sequence[Values]) -> list[Values]:
-        """Those of the daemon, which /health shows to everyone, then those of the caller's instances."""
-        general, of_instances = all_alarms(self._manager, request.app.state.alarms), views.instance_alarms(rows)
+        """Those of the daemon, as /health shows them to the caller, then those of the caller's instances."""
+        names, of_instances = not caller_of(request.scope).is_restricted, views.instance_alarms(rows)
+        general = all_alarms(self._manager, request.app.state.alarms, names)
         # The daemon's alarms of failed instances are left out: those of the instances have a link besides.
         failed = tuple(f"{each['instance']}: failed: " for each in of_instances)
         return [{"instance": None, "text": text} for text in general if not text.startswith(failed)] + of_instances

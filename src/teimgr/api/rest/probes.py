@@ -17,7 +17,8 @@ from teimgr.api.rest.instances import ManagerDep
 from teimgr.api.rest.schemas import ANY_FAILURE, Liveness, Readiness, Routing, answer
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.reload import Reloader
-from teimgr.errors import TeimgrError
+from teimgr.errors import TeimgrError, Unauthenticated
+from teimgr.http.auth.policy import Policy, authenticate_request
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, condensed, text, to_json, unpack
 from teimgr.observability.metrics import DaemonMetrics
@@ -62,15 +63,19 @@ def _waiting(manager: Manager) -> list[dict[str, Any]]:
 
 @router.get("/health", response_model=Liveness)
 async def health(request: Request, manager: ManagerDep) -> Response:
-    """200 while the daemon is alive, whatever its instances do."""
+    """200 while the daemon is alive, whatever its instances do.
+
+    Alarms and notices have names and reasons. Where keys are needed, only a key sees them that sees all instances.
+    """
     state = request.app.state
+    names = _knows_names(request)
     return answer(
         {
             "status": "healthy",
             "timestamp": now_rfc3339(),
             "version": __version__,
-            "alarms": all_alarms(manager, state.alarms),
-            "notices": all_notices(manager, state.reloader, names=state.policy.now.is_open),
+            "alarms": all_alarms(manager, state.alarms, names),
+            "notices": all_notices(manager, state.reloader, names),
         }
     )
 
@@ -137,14 +142,27 @@ async def metrics(
     return Response(text(page), headers={"Content-Type": CONTENT_TYPE})
 
 
-def all_alarms(manager: Manager, others: Alarms) -> list[str]:
-    """The state file's alarm first, then those of the rest of the daemon."""
-    return [alarm for alarm in (manager.store_alarm, *others()) if alarm]
+def _knows_names(request: Request) -> bool:
+    """Whether the caller of a public route may know the names of all instances."""
+    policy: Policy = request.app.state.policy.now
+    if policy.is_open:
+        return True
+    try:
+        caller = authenticate_request(policy, request.scope, dict(reversed(request.scope["headers"])))
+    except Unauthenticated:
+        return False
+    return caller.is_operator and not caller.is_restricted
+
+
+def all_alarms(manager: Manager, others: Alarms, names: bool = True) -> list[str]:
+    """The state file's alarm first, then those of the rest of the daemon; how many without `names`."""
+    alarms = [alarm for alarm in (manager.store_alarm, *others()) if alarm]
+    return alarms if names or not alarms else [f"alarms: {len(alarms)}; a key that sees all instances sees them"]
 
 
 def all_notices(manager: Manager, reloader: Reloader | None, names: bool = True) -> list[str]:
-    """What needs no action but should be known: of the configuration, then of instances whose texts are cut, by number
-    alone without `names`, for a reader who is not known.
+    """What needs no action but should be known: of the configuration, then of instances whose texts are cut. Without
+    `names`, how many there are of each.
     """
     cut = ((view.spec.name, view.model.cut_notice) for view in manager.list() if view.model is not None)
     lines = [f"{name}: {notice}" for name, notice in cut if notice]
@@ -152,7 +170,10 @@ def all_notices(manager: Manager, reloader: Reloader | None, names: bool = True)
         lines = [f"instances whose texts are cut: {len(lines)}"]
     if len(lines) > _CUT_SHOWN:
         lines[_CUT_SHOWN:] = [f"instances whose texts are cut too: {len(lines) - _CUT_SHOWN}"]
-    return [*(reloader.notices() if reloader else ()), *lines]
+    configured = reloader.notices() if reloader else ()
+    if configured and not names:
+        configured = [f"notices of the configuration: {len(configured)}"]
+    return [*configured, *lines]
 
 
 class WorkerStats(NamedTuple):
