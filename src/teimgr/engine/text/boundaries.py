@@ -160,13 +160,13 @@ class _Pieces:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> _Pieces | None:
         model = type(tokenizer.model).__name__
-        parts = list(flattened(_spec(tokenizer.pre_tokenizer), "pretokenizers"))
+        parts = list(flattened(step_of(tokenizer.pre_tokenizer), "pretokenizers"))
         kinds = {part["type"] for part in parts}
         if model not in ("BPE", "Unigram") or not kinds <= _WORD_SPLITTERS:
             return None
         if any(part["type"] == "Split" and not _splits(part) for part in parts):
             return None
-        normalizers = flattened(_spec(tokenizer.normalizer), "normalizers")
+        normalizers = flattened(step_of(tokenizer.normalizer), "normalizers")
         if not all(part["type"] in _LOCAL_NORMALIZERS or _is_of_spaces(part) for part in normalizers):
             return None
         if model == "BPE" and any(getattr(tokenizer.model, name) for name in _WORD_ENDS):
@@ -213,8 +213,8 @@ def _backwards(pattern: re.Pattern[str], text: str, begin: int, end: int) -> Ite
 
 def _bert_places(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """What begins a word of BERT's, or is one; None for other tokenizers."""
-    words = list(flattened(_spec(tokenizer.pre_tokenizer), "pretokenizers"))
-    normalizers = list(flattened(_spec(tokenizer.normalizer), "normalizers"))
+    words = list(flattened(step_of(tokenizer.pre_tokenizer), "pretokenizers"))
+    normalizers = list(flattened(step_of(tokenizer.normalizer), "normalizers"))
     if type(tokenizer.model).__name__ != "WordPiece" or [part["type"] for part in words] != ["BertPreTokenizer"]:
         return None
     if any(part["type"] not in _BERT_NORMALIZERS for part in normalizers):
@@ -230,7 +230,7 @@ def _is_of_spaces(part: dict[str, Any]) -> bool:
     return part["pattern"] in ({"String": " "}, {"Regex": " {2,}"})
 
 
-def _spec(part: Any) -> dict[str, Any] | None:
+def step_of(part: Any) -> dict[str, Any] | None:
     """A normalizer or pre-tokenizer as in tokenizer.json; the vocabulary there would take 10 ms to write and parse."""
     return None if part is None else json.loads(part.__getstate__())
 
@@ -240,13 +240,13 @@ def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
     if any(" " in token.content.lstrip() for token in tokenizer.get_added_tokens_decoder().values()):
         return False
     splitter = _splitter(tokenizer)
-    normalizers = flattened(_spec(tokenizer.normalizer), "normalizers")
+    normalizers = flattened(step_of(tokenizer.normalizer), "normalizers")
     return splitter is not None and all(_leaves_spaces(part, splitter) for part in normalizers)
 
 
 def _splitter(tokenizer: Tokenizer) -> dict[str, Any] | None:
     """The step that splits words at spaces, unless one before it may change or join what is around them."""
-    for part in flattened(_spec(tokenizer.pre_tokenizer), "pretokenizers"):
+    for part in flattened(step_of(tokenizer.pre_tokenizer), "pretokenizers"):
         if _splits(part):
             return part
         if part["type"] not in _LEAVE_SPACES:
@@ -276,7 +276,7 @@ _SPACE_RUNS = [{"Regex": regex} for regex in (" {2,}", r"\s+", r"\s{2,}", " +")]
 
 def _keeps_first_space(tokenizer: Tokenizer) -> bool:
     """Whether the words of a text that begins with a space are those it has within a longer one."""
-    normalizers = flattened(_spec(tokenizer.normalizer), "normalizers")
+    normalizers = flattened(step_of(tokenizer.normalizer), "normalizers")
     if not any(part["type"] == "Strip" and part["strip_left"] for part in normalizers):
         return True
     if (splitter := _splitter(tokenizer)) is None:

@@ -230,8 +230,9 @@ class TextTokenizer:
             return known
         bound = Truncation(self.max_length, left=False)
         _, encoding = self._deciding_cut(prompt, bound, self._shortener.first, self._add_specials)
-        # The template's last token, or the prompt's own.
-        ends_special = encoding.special_tokens_mask[-1] == 1 or encoding.ids[-1] in self._named_ids
+        # The template's last token, or the prompt's own; a prompt may have none.
+        last = encoding.ids[-1:]
+        ends_special = encoding.special_tokens_mask[-1:] == [1] or not self._named_ids.isdisjoint(last)
         length = min(len(encoding), self.max_length) - ends_special
         if len(prompt) <= _MAX_KEPT_CHARACTERS:
             if len(self._prompt_lens) >= _PROMPTS_KEPT:  # callers may send any text as a prompt
@@ -559,7 +560,7 @@ class TextTokenizer:
             )
         lists = [encoding.ids for encoding in encodings]
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-        ids, ends = _joined(lists, np.int32), np.cumsum(lengths)
+        ids, ends = _ids_of(lists), np.cumsum(lengths)
         types = _joined([encoding.type_ids for encoding in encodings], np.uint8) if self._type_ids else None
         prompt_tokens = self.prompt_len(options.prompt)
         tokenized = TokenizedTexts(ids, ends - lengths, lengths, types, prompt_tokens, task=options.task)
@@ -608,7 +609,7 @@ class TextTokenizer:
     ) -> Encoded | TeimgrError:
         kept = slice(None) if truncation is None or (places := truncation.kept(encoding)) is None else places
         types = np.array(encoding.type_ids, dtype=np.uint8)[kept] if self._type_ids else None
-        return self._input(np.array(encoding.ids, dtype=np.int32)[kept], types, options)
+        return self._input(_ids_of([encoding.ids])[kept], types, options)
 
     def _input(
         self, ids: NDArray[np.int32], types: NDArray[np.uint8] | None, options: TokenizeOptions
@@ -657,6 +658,14 @@ def _query_tokenizer(layout: Layout, max_length: int) -> TextTokenizer | None:
 def _joined(lists: Sequence[list[int]], dtype: type[np.generic]) -> NDArray[Any]:
     """All numbers of the lists in one array."""
     return np.fromiter(chain.from_iterable(lists), dtype, sum(map(len, lists)))
+
+
+def _ids_of(lists: Sequence[list[int]]) -> NDArray[np.int32]:
+    """All ids of the lists; raises TokenizerFailed for one that no model has, which a vocabulary may give."""
+    try:
+        return _joined(lists, np.int32)
+    except OverflowError:
+        raise TokenizerFailed("the vocabulary has a token id of more than 31 bits") from None
 
 
 def _any_within(marks: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tokenizers import Encoding, Tokenizer, models, normalizers, processors
+from tokenizers import Encoding, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from teimgr.engine.text.boundaries import flattened
+from teimgr.engine.text.boundaries import flattened, step_of
 from teimgr.engine.text.converted_tokenizer import VOCABULARIES, convert
 from teimgr.engine.text.declared_tokens import add_declared_tokens
 from teimgr.engine.text.truncation import Text
@@ -114,6 +114,7 @@ def _loaded(layout: Layout) -> Tokenizer:
     path = layout.transformer_dir / "tokenizer.json"
     is_file_enough = path.is_file() and not layout.own_tokenizer
     tokenizer = Tokenizer.from_file(str(path)) if is_file_enough else convert(layout)
+    check_patterns(tokenizer)
     if is_file_enough and layout.backbone is not Backbone.STATIC:
         add_declared_tokens(tokenizer, layout)
     tokenizer.no_padding()
@@ -125,6 +126,51 @@ def _loaded(layout: Layout) -> Tokenizer:
     if layout.end_token is not None:
         _append(tokenizer, layout.end_token)
     return tokenizer
+
+
+# Texts of one piece again and again, and what follows it, on which a pattern may try every way to cut the text.
+_REPEATED = (*"aA0 \n'_-.\u00e9\u6771", "ab", "a ", "aA", "a0", "0.", "a'", "\n ")
+_FOLLOWING = ("", "!", "\n", "\0", "a", "0", " ")
+_TIMES = 64
+_TRIED_OF_PATTERN = 32  # of its own characters, the first ones
+
+
+def check_patterns(tokenizer: Tokenizer) -> None:
+    """Try the regular expressions of a tokenizer, which come with the model, on texts of a repeated piece.
+
+    The library gives one up after ten million steps back, a tenth of a second; texts that take each of many
+    words nearly as long would hold a worker for minutes.
+
+    Raises:
+        ModelLoadFailed: one takes exponential time.
+    """
+    for part, steps in ((tokenizer.normalizer, "normalizers"), (tokenizer.pre_tokenizer, "pretokenizers")):
+        for step in flattened(step_of(part), steps):
+            pattern = step.get("pattern")
+            if isinstance(pattern, dict) and "Regex" in pattern and not _is_quick(pattern["Regex"]):
+                raise ModelLoadFailed(
+                    f"the tokenizer cannot be loaded: the pattern {pattern['Regex'][:_SHOWN_OF_PATTERN]!r} of its "
+                    f"{step['type']} takes exponential time on some repeated texts"
+                )
+
+
+_SHOWN_OF_PATTERN = 200
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether the library decides within its limit where a pattern matches in each of the texts."""
+    own = list(dict.fromkeys(filter(str.isprintable, pattern)))[:_TRIED_OF_PATTERN]
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    try:
+        for piece in (*_REPEATED, *own):
+            # The pattern itself has what the library looks for in a text before it begins.
+            for end in (*_FOLLOWING, f"\0{pattern}", f" {pattern}"):
+                split.pre_tokenize_str(piece * _TIMES + end)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        return False
+    return True
 
 
 def _append(tokenizer: Tokenizer, token: str) -> None:
