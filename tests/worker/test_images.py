@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from teimgr.errors import TeimgrError
+from teimgr.errors import InvalidInput, TeimgrError
 from teimgr.worker import http_inference as http
 from teimgr.worker import images
 from teimgr.worker.dialects.infinity import InfinityEmbeddingsRequest
 from teimgr.worker.dialects.openai import OpenAIItemsRequest
 from teimgr.worker.dialects.vllm import VllmScoreItemsRequest
+from teimgr.worker.images import SentImage, image_bytes
 
 _MANY = [""] * 300_000
 _INFERENCE: Any = SimpleNamespace(check_count=http.check_count)
@@ -89,3 +91,21 @@ async def test_ten_thousand_images_are_looked_at_in_many_turns_of_the_loop() -> 
     counting.cancel()
 
     assert turns > 300
+
+
+def test_base64_of_every_tool_is_read() -> None:
+    data = bytes(range(256)) * 20 + b"\xfb\xff"
+    plain = base64.b64encode(data).decode()
+    for sent in (
+        base64.encodebytes(data).decode(),
+        f"{plain}\r\n",
+        plain.rstrip("="),
+        f"data:image/png;base64,{plain}",
+    ):
+        assert image_bytes(SentImage(sent, "inputs.0")) == data
+    urls = base64.urlsafe_b64encode(data).decode()
+    assert "-" in urls
+    assert image_bytes(SentImage(urls, "inputs.0")) == data
+    for sent in ("a b c d e", "abc$", "ab=c", f"{plain}{plain}", "a"):
+        with pytest.raises(InvalidInput, match="neither a data URI nor base64"):
+            image_bytes(SentImage(sent, "inputs.0"))

@@ -102,7 +102,12 @@ def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | No
 
 def _of_one_size(metadata: ModelMetadata) -> DualEncoder:
     is_clip = metadata.config["model_type"] == "clip"
-    steps = pixel_steps(processor_settings(metadata.transformer_dir))
+    of_calls = (metadata.settings.get("processing_kwargs") or {}).get("image") or {}
+    if not isinstance(of_calls, dict):
+        raise ModelLoadFailed(
+            f"processing_kwargs.image of sentence_bert_config.json is {str(of_calls)[:80]!r}, which should be an object"
+        )
+    steps = pixel_steps(processor_settings(metadata.transformer_dir) | of_calls)
     vision = _part(metadata.config, "vision")
     side, patch = whole_number(vision, "image_size"), whole_number(vision, "patch_size")
     if whole_number(vision, "num_channels") != 3 or not patch <= side <= _MAX_SIDE:
@@ -277,10 +282,19 @@ def numbers_of(given: dict[str, Any], means: tuple[float, ...], deviations: tupl
     """What makes numbers of pixels: factor, mean and deviation of `PixelSteps`, by these defaults."""
     normalizes = given.get("do_normalize", True)
     return {
-        "factor": float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else None,
+        "factor": _factor(given) if given.get("do_rescale", True) else None,
         "mean": colours(given, "image_mean", means) if normalizes else None,
         "deviation": colours(given, "image_std", deviations) if normalizes else None,
     }
+
+
+def _factor(given: dict[str, Any]) -> float:
+    value = given.get("rescale_factor", 1 / 255)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ModelLoadFailed(
+            f"preprocessor_config.json has rescale_factor = {str(value)[:80]!r}, which should be a number"
+        )
+    return float(value)
 
 
 def colours(given: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:

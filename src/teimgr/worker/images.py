@@ -33,6 +33,8 @@ _PARTS = {
 }
 _MAX_MESSAGES = 3  # of a conversation
 _ONE_MESSAGE = "needs one message with a content, and a system message with an instruction before it at most"
+_OTHER_MARKS = "\n\r\t -_"
+_PLAIN = str.maketrans("-_", "+/", "\n\r\t ")
 _STEP = 2**20  # characters of base64, decoded in one call
 _MAX_IMAGES = 8  # of an input
 _MAX_PARTS = 64  # of a content
@@ -107,11 +109,15 @@ def image_bytes(sent: SentImage) -> bytes:
 
 
 def _decoded(data: str) -> bytes:
-    """The bytes of base64, in steps of a millisecond: a call of Python's decoder holds the GIL until it is done.
+    """The bytes of base64, in steps of a millisecond: a call of Python's decoder holds the GIL until it is done. Line
+    breaks and spaces may be in it, its padding be left out, and its alphabet be that of URLs.
 
     Raises:
         binascii.Error, ValueError: it is not base64, or has something behind its end.
     """
+    if any(mark in data for mark in _OTHER_MARKS):
+        data = "".join(data[at : at + _STEP].translate(_PLAIN) for at in range(0, len(data), _STEP))
+    data += "=" * (-len(data) % 4)
     parts = [binascii.a2b_base64(data[at : at + _STEP], strict_mode=True) for at in range(0, len(data), _STEP)]
     if any(len(part) != _STEP // 4 * 3 for part in parts[:-1]):
         raise binascii.Error("there is padding before the end")

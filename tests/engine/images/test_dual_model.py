@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from sentence_transformers import SentenceTransformer
 from tests.engine.conftest import Served
 from tests.support.models.dual_encoders import (
     build_clip,
@@ -23,6 +24,7 @@ from tests.support.models.dual_encoders import (
     file_of,
     noise,
 )
+from tests.support.models.files import edit, read, write
 from tests.support.native import needs_native_forward
 
 from teimgr.engine.job import Lane, Output
@@ -158,6 +160,30 @@ def test_files_that_make_another_picture_than_the_model_reads_are_refused(tmp_pa
     settings = folder / "preprocessor_config.json"
     settings.write_text(settings.read_text().replace('"height": 32', '"height": 30'))
     with pytest.raises(ModelLoadFailed, match="30 x 32 pixels, and the model reads 32 x 32"):
+        Served(folder)
+
+
+def test_settings_of_calls_in_the_layout_of_sentence_transformers_make_the_picture(tmp_path: Path) -> None:
+    folder = build_clip(tmp_path / "clip", "sentence-transformers")
+    settings = folder / "sentence_bert_config.json"
+    edit(settings, processing_kwargs={"image": {"do_center_crop": False, "size": {"height": 32, "width": 32}}})
+    served = Served(folder)
+    [found] = served.embed([served.engine.picture(file_of(noise(90, 40)))], normalize=True).vectors
+    served.engine.close(1.0)
+    expected = SentenceTransformer(str(folder), device="cpu").encode([noise(90, 40)], normalize_embeddings=True)[0]
+    assert float(found @ expected) > 0.999999
+    for given, named in (({"crop_pct": 0.5}, "crop_pct"), ([1], "should be an object")):
+        edit(settings, processing_kwargs={"image": given})
+        with pytest.raises(ModelLoadFailed, match=named):
+            Served(folder)
+
+
+@pytest.mark.parametrize("factor", [None, "1/255", float("inf"), True])
+def test_a_factor_of_pixels_that_is_no_number_is_refused_by_name(factor: Any, tmp_path: Path) -> None:
+    folder = build_clip(tmp_path / "clip")
+    settings = folder / "preprocessor_config.json"
+    write(settings, read(settings) | {"rescale_factor": factor})
+    with pytest.raises(ModelLoadFailed, match=r"rescale_factor = .*, which should be a number"):
         Served(folder)
 
 

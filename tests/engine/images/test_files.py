@@ -207,11 +207,25 @@ def test_large_webp_images_have_the_same_pixels_by_its_own_library(monkeypatch: 
     exif[0x0112] = 6
     alpha = Image.fromarray(np.dstack([_PIXELS, _PIXELS[:, :, 0]]))
     stills = [file_of(one, "WEBP", lossless=way, exif=exif) for one in (_IMAGE, alpha) for way in (False, True)]
-    moving = file_of(alpha, "WEBP", save_all=True, append_images=[alpha.rotate(90)])
-    by_pillow = [rgb(one) for one in (*stills, moving)]
+    ways = [(one, way) for one in (_IMAGE, alpha) for way in (False, True)]
+    moving = [file_of(one, "WEBP", lossless=way, save_all=True, append_images=[one.rotate(90)]) for one, way in ways]
+    in_part = [_with_frames_on_a_larger_canvas(one) for one in moving]
+    every = [*stills, *moving, *in_part]
+    by_pillow = [rgb(one) for one in every]
     monkeypatch.setattr(memory, "_SMALL_PIXELS", 0)
-    assert all((rgb(one) == other).all() for one, other in zip((*stills, moving), by_pillow, strict=True))
-    taken = [files.webp_pixels(one, "RGBA", _IMAGE.size) is not None for one in (*stills, moving)]
-    assert taken == [True, True, True, True, False]
-    with pytest.raises(InvalidInput, match="the WEBP file is truncated or broken"):
-        decode(stills[0][:-300])
+    assert all((rgb(one) == other).all() for one, other in zip(every, by_pillow, strict=True))
+    assert all(files.webp_pixels(one, "RGBA", Image.open(io.BytesIO(one)).size) for one in every)
+    for one in (stills[0][:-300], moving[0][:200], in_part[1][:150]):
+        with pytest.raises(InvalidInput, match="the WEBP file is truncated or broken"):
+            decode(one)
+
+
+def _with_frames_on_a_larger_canvas(moving: bytes) -> bytes:
+    """An animation with its frames at (4, 6) of a picture of 20 pixels more on each side."""
+    file, canvas = bytearray(moving), moving.index(b"VP8X") + 12
+    for at in (canvas, canvas + 3):
+        file[at : at + 3] = (int.from_bytes(file[at : at + 3], "little") + 20).to_bytes(3, "little")
+    at = -1
+    while (at := file.find(b"ANMF", at + 1)) >= 0:
+        file[at + 8 : at + 14] = b"\x02\0\0\x03\0\0"
+    return bytes(file)

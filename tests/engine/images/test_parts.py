@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageOps, PngImagePlugin
 from tests.support.models.dual_encoders import file_of
 
 from teimgr.engine.images import parts
@@ -80,7 +80,7 @@ def test_both_readers_turn_by_the_orientation_alone(form: str, order: str) -> No
         *(b"", b"II*\0", b"Exif\0\0", exif_of("<"), b"II*\0" + struct.pack("<I", 2**32 - 1)),
         b"II*\0" + struct.pack("<IH", 8, 65_535) + b"\1" * 30,
         exif_of("<", (_ORIENTATION, 3, 2, 6)),
-        exif_of("<", (_ORIENTATION, 4, 1, 6)),
+        exif_of("<", (_ORIENTATION, 5, 1, 6)),
         exif_of("<", *[(0x0100, 3, 1, 6)] * 5_600, (_ORIENTATION, 3, 1, 6)),  # beyond 64 KiB
     ],
     ids=lambda exif: f"{len(exif)} bytes",
@@ -88,6 +88,33 @@ def test_both_readers_turn_by_the_orientation_alone(form: str, order: str) -> No
 def test_exif_without_an_orientation_turns_nothing(exif: bytes) -> None:
     for form in ("PNG", "WEBP"):
         assert read_size(_WITH[form](exif))[1:] == decode(_WITH[form](exif)).size == (20, 12)
+
+
+_SAYS_SIX = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+_UPRIGHT = exif_of("<", (_ORIENTATION, 3, 1, 1))
+
+
+def test_an_orientation_of_another_type_or_in_xmp_turns_as_pillow_does() -> None:
+    plain = exif_of("<", (0x010F, 2, 4, 0))
+    turned = [make(exif_of(order, (_ORIENTATION, 4, 1, 6))) for make in _WITH.values() for order in "<>"]
+    turned += [file_of(_IMAGE, "JPEG", xmp=_SAYS_SIX), file_of(_IMAGE, "WEBP", xmp=_SAYS_SIX)]
+    turned += [file_of(_IMAGE, "JPEG", xmp=_SAYS_SIX, exif=plain), file_of(_IMAGE, "WEBP", xmp=_SAYS_SIX, exif=plain)]
+    turned += [in_png(chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + _SAYS_SIX))]
+    upright = [file_of(_IMAGE, form, xmp=_SAYS_SIX, exif=_UPRIGHT) for form in ("JPEG", "WEBP")]
+    for file in (*turned, *upright):
+        expected = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
+        assert read_size(file)[1:] == expected.size == decode(file).size
+        assert (np.asarray(decode(file)) == np.asarray(expected.convert("RGB"))).all()
+    assert {decode(file).size for file in turned} == {(12, 20)}
+
+
+def test_markers_in_pixels_are_counted_in_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_STEP_BYTES", 7)
+    scan = segment(0xDA, bytes(6))
+    assert read_size(_FILES["JPEG"][:-2] + scan * 60 + b"\xff\xd9").width == 20
+    assert read_size(_FILES["JPEG"] + scan * 200).width == 20  # behind the end of the picture
+    with pytest.raises(InvalidInput, match="truncated or broken"):
+        read_size(_FILES["JPEG"][:-2] + scan * 101 + b"\xff\xd9")
 
 
 _RATIONAL = exif_of("<", (_ORIENTATION, 5, 300_000, 30), more=b"\1" * 2_400_100)

@@ -54,6 +54,38 @@ def test_a_cut_file_is_refused(form: str, left: float) -> None:
         decode(data[: int(len(data) * left)], RATE)
 
 
+def _with_size(data: bytes, size: int) -> bytes:
+    """A WAV whose header has that many bytes of samples."""
+    at = data.index(b"data") + 4
+    return data[:at] + size.to_bytes(4, "little") + data[at + 4 :]
+
+
+def test_a_wav_that_was_written_to_a_pipe_is_read_to_its_end() -> None:
+    whole = sound_file(PLAIN, "WAV", "PCM_16")
+    assert (decode(_with_size(whole, 2**32 - 1), RATE) == decode(whole, RATE)).all()
+
+
+def test_a_file_whose_header_has_no_length_is_refused_by_that() -> None:
+    flac = bytearray(sound_file(PLAIN, "FLAC", "PCM_16"))
+    flac[21:26] = bytes([flac[21] & 0xF0, 0, 0, 0, 0])
+    for data, form in ((_with_size(sound_file(PLAIN, "WAV", "PCM_16"), 0), "WAV"), (bytes(flac), "FLAC")):
+        with pytest.raises(InvalidInput, match=f"the header of the {form} file has no length"):
+            read_header(data)
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("rate", [48_000, 22_050])  # MPEG 1, and 2, whose side information is shorter
+def test_an_mp3_is_whole_by_the_header_of_its_first_frame_alone(channels: int, rate: int) -> None:
+    plain = sound_file(sound(1.0, rate=rate, channels=channels), "MP3", "MPEG_LAYER_III", rate)
+    assert b"Info" in plain[:64] or b"Xing" in plain[:64]
+    for text in (b"TXXX\0\0\0\x14\0\0\0Info: bootleg of 1999", b"APIC" + bytes(9_000)):
+        size = bytes(len(text) >> shift & 0x7F for shift in (21, 14, 7, 0))
+        file = b"ID3\x04\0\0" + size + text + plain
+        assert read_header(file) == read_header(plain)
+        with pytest.raises(InvalidInput, match="the MP3 file is truncated or broken"):
+            read_header(file[:-200])
+
+
 def test_44_1_khz_in_stereo_is_mixed_and_resampled() -> None:
     stereo = sound(2.0, 1, 44_100, 2)
     found = decode(sound_file(stereo, rate=44_100), RATE)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -226,29 +225,28 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def webp_pixels(data: bytes, mode: str, size: tuple[int, int]) -> Image.Image | None:
-    """The pixels of a large WebP image, whose `mode` is RGB or RGBA, decoded by the libwebp that is part of Pillow,
-    without Pillow's copy of them under the GIL. None for an animation, or without the library.
+    """The pixels of a large WebP image, whose `mode` is RGB or RGBA, of an animation those of the first frame; decoded
+    by the libwebp that is part of Pillow, without Pillow's copy of them under the GIL. None without the library.
 
     Raises:
         OSError: the file is truncated or broken.
     """
     decode = _webp_decoder()
-    if decode is None or mode not in ("RGB", "RGBA") or any(kind == b"ANIM" for kind in _first_kinds(data)):
+    if decode is None or mode not in ("RGB", "RGBA"):
         return None
-    width, height = size
-    pixels, address = memory.mapped(mode, size)
-    if not decode(data, len(data), address, width * height * 4, width * 4):
+    frame = parts.first_webp_frame(data) or parts.Frame(data, size, (0, 0))
+    (width, height), (left, top) = frame.size, frame.place
+    if left + width > size[0] or top + height > size[1]:
+        raise OSError("a frame beyond the picture")
+    pixels, address = memory.mapped(mode, frame.size)
+    if not decode(frame.file, len(frame.file), address, width * height * 4, width * 4):
         raise OSError("broken")
-    return pixels
-
-
-def _first_kinds(data: bytes) -> Iterator[bytes]:
-    """The kinds of the first parts of a file: an animation begins among them."""
-    at = 12
-    for _ in range(4):
-        yield data[at : at + 4]
-        size = int.from_bytes(data[at + 4 : at + 8], "little")
-        at += 8 + size + size % 2
+    if frame.size == size:
+        return pixels
+    whole = memory.blank(mode, size)
+    for first, last in memory.strips(pixels):
+        whole.paste(pixels.crop((0, first, width, last)), (left, top + first))
+    return whole
 
 
 @functools.cache

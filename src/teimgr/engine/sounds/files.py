@@ -35,6 +35,8 @@ _MAX_CHUNKS, _MAX_PAGES = 1000, 60_000  # of a WAV and of an OGG, whose pages ha
 _BLOCK_SAMPLES = 1 << 16
 _LOUDEST = 1000  # full scale is 1
 _LAST_PAGE = 4  # a flag of OGG
+_MAX_TAGS, _SHIFTS = 4, (21, 14, 7, 0)  # of ID3 before an MP3, whose size has seven bits in each byte
+_UNKNOWN = 2**32 - 1  # as the size of a WAV's samples: a pipe's writer does not know it
 _WAY_OUT = "send WAV, FLAC, OGG (Vorbis, Opus) or MP3"
 _KNOWN_OTHERS = (
     (b"RF64", "RF64"),
@@ -187,14 +189,25 @@ def _broken(form: str) -> InvalidInput:
     )
 
 
+def _without_length(form: str) -> InvalidInput:
+    return InvalidInput(
+        f"Input validation error: the header of the {form} file has no length, as of one that was written to a pipe: "
+        "write it to a file first, and send that"
+    )
+
+
 def _check_wav(data: bytes) -> None:
-    """Refuse a file with fewer bytes of samples than its header declares, of which libsndfile would read those."""
+    """Refuse a file with fewer bytes of samples than its header declares, of which libsndfile would read those; and one
+    whose header declares none before bytes that follow, as some write it to a pipe.
+    """
     at, parts = 12, 0
     while at + 8 <= len(data):
         size = int.from_bytes(data[at + 4 : at + 8], "little")
         if data[at : at + 4] == b"data":
-            if at + 8 + size > len(data):
+            if at + 8 + size > len(data) and size != _UNKNOWN:
                 raise _broken("WAV")
+            if size == 0 and at + 8 < len(data):
+                raise _without_length("WAV")
             return
         at, parts = at + 8 + size + size % 2, parts + 1
         if parts > _MAX_CHUNKS:
@@ -223,19 +236,31 @@ def _check_ogg(data: bytes) -> None:
 
 
 def _check_mp3(data: bytes) -> None:
-    """Refuse a file with fewer bytes than its Xing or Info header declares."""
-    head = data[:4096]
-    at = next((at for tag in (b"Xing", b"Info") if (at := head.find(tag)) >= 0), -1)
-    if at < 0:
+    """Refuse a file with fewer bytes than the Xing or Info header in its first frame declares."""
+    first = 0
+    for _ in range(_MAX_TAGS):
+        if data[first : first + 3] != b"ID3":
+            break
+        first += 10 + sum(
+            (byte & 0x7F) << shift for byte, shift in zip(data[first + 6 : first + 10], _SHIFTS, strict=False)
+        )
+    frame = data[first : first + 64]
+    if len(frame) < 64:
         return
-    flags = int.from_bytes(head[at + 4 : at + 8], "big")
+    is_first, is_mono = frame[1] & 0x18 == 0x18, frame[3] >> 6 == 3  # of MPEG 1
+    at = 4 + (17 if is_mono else 32) if is_first else 4 + (9 if is_mono else 17)  # behind the side information
+    if frame[at : at + 4] not in (b"Xing", b"Info"):
+        return
+    flags = int.from_bytes(frame[at + 4 : at + 8], "big")
     has_bytes, place = bool(flags & 2), at + 8 + 4 * (flags & 1)
-    if has_bytes and int.from_bytes(head[place : place + 4], "big") > len(data):
+    if has_bytes and int.from_bytes(frame[place : place + 4], "big") > len(data) - first:
         raise _broken("MP3")
 
 
 def _check_flac(data: bytes) -> None:
-    """libFLAC finds the end missing."""
+    """Refuse a file whose header has no length; libFLAC finds the end missing."""
+    if len(data) > 26 and data[21] & 0x0F == 0 and data[22:26] == bytes(4):
+        raise _without_length("FLAC")
 
 
 _CHECKS: dict[str, Callable[[bytes], None]] = {
