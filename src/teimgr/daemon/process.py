@@ -63,8 +63,7 @@ from teimgr.observability.exposition import Page as MetricsPage
 from teimgr.observability.exposition import Sample
 from teimgr.observability.log_source import FleetLogs, LocalLogs
 from teimgr.observability.loop_watchdog import LoopWatchdog
-from teimgr.observability.memory import collect_garbage_rarely, raise_file_limit
-from teimgr.observability.memory_return import MemoryReturn
+from teimgr.observability.memory import MemoryReturn, collect_garbage_rarely, raise_file_limit
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import ordered_by
 from teimgr.observability.telemetry import exporting, open_telemetry

@@ -10,8 +10,7 @@ runner, giving_way,      second thread: batches are started on the device; queri
 core_load                by the load of the host's workers
 model, backbone          the forward of a packed row: on CPUs one call of the C library is tried first, else the model's
                          own code runs, on CPUs with linear layers prepacked for oneDNN
-attention, alibi,        attention within the texts of a packed row; biases and positions that depend on a text's length
-rotary
+attention, rotary        attention within the texts of a packed row; biases and positions that depend on a text's length
 heads/, token_pooling    results from hidden states
 finisher, host_copies    third thread: results are copied to the host, written into jobs and delivered
 known_results            results that are kept, or computed once for equal inputs

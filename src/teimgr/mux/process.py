@@ -41,8 +41,7 @@ from teimgr.mux.health import MuxHealth
 from teimgr.mux.server import GrpcServer, tls_context, tls_context_of
 from teimgr.observability import logs
 from teimgr.observability.loop_watchdog import LoopWatchdog
-from teimgr.observability.memory import collect_garbage_rarely, resident_bytes
-from teimgr.observability.memory_return import MemoryReturn
+from teimgr.observability.memory import MemoryReturn, collect_garbage_rarely, resident_bytes
 from teimgr.observability.telemetry import open_telemetry
 from teimgr.spec import RouteEntry, RoutingSnapshot
 from teimgr.wire.fleet_tls import FleetIdentity

@@ -45,8 +45,7 @@ from teimgr.models.own_code import code_repositories_of
 from teimgr.observability import logs
 from teimgr.observability.exposition import pack
 from teimgr.observability.loop_watchdog import LoopWatchdog
-from teimgr.observability.memory import PrivateMemory, collect_garbage_rarely, resident_bytes
-from teimgr.observability.memory_return import MemoryReturn
+from teimgr.observability.memory import MemoryReturn, PrivateMemory, collect_garbage_rarely, resident_bytes
 from teimgr.spec import LINK_LISTENER, TRIAL_NAME, CpuThreads, WorkerSpec, worker_file
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import CALLS_AND_MEMORY, Method

@@ -1,7 +1,7 @@
 """Heads: results from hidden states, one module per kind.
 
-    pooling        one vector per text; dimensions and norm of vectors by request (`finish`)
-    table          the mean of a text's rows of an embedding table
+    pooling        one vector per text, also as the mean of rows of an embedding table; dimensions and norm by request
+                   (`finish`)
     projections    the Dense, LayerNorm and Normalize modules behind a pooling or every token
     splade         a weight per vocabulary entry, from a masked-LM head
     multi_vector   late interaction: a projected vector per kept token; BGE-M3's sparse weights and token vectors; the
