@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
@@ -33,6 +34,28 @@ def test_an_event_is_one_json_object_with_its_facts() -> None:
     event = json.loads(stream.getvalue())
     assert datetime.fromisoformat(event.pop("ts")).utcoffset() is not None
     assert event == {"level": "info", "logger": "teimgr.x", "message": "worker ready", "instance": "a", "load_s": 1.5}
+
+
+def test_a_reader_that_stops_holds_up_nobody_and_learns_what_is_missing() -> None:
+    """`teimgr serve | less`, or a stalled log driver, stopped the daemon for ever."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 65536)
+    with os.fdopen(reading, "rb"), os.fdopen(writing, "w") as stream:
+        logs.setup("info", "json", stream)
+        for number in range(50):
+            logging.getLogger("teimgr.x").info("%d %s", number, "x" * 9000)
+
+        kept = os.read(reading, 65536).splitlines()
+        logging.getLogger("teimgr.x").info("read again")
+        *cut, missing, last = os.read(reading, 65536).splitlines()
+
+        whole = [json.loads(line)["message"][:2].strip() for line in kept if line.endswith(b"}")]
+        assert whole == [str(number) for number in range(len(whole))]
+        assert not cut or not kept[-1].endswith(b"}")
+        count = 50 - len(whole)
+        assert json.loads(missing)["message"].startswith(f"{count} events are missing here")
+        assert json.loads(last)["message"] == "read again"
+        logs.setup("info", "json", io.StringIO())
 
 
 def test_a_traceback_and_odd_characters_stay_in_one_json_line() -> None:

@@ -15,7 +15,9 @@ import json
 import logging
 import os
 import re
+import select
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -58,6 +60,7 @@ GONE = "gone"
 """The folder, beside the logs, of those of instances that calls have made and that are gone."""
 GONE_LOGS = 32
 CHECK_INTERVAL_S = 30.0
+_READER_WAIT_S = 0.02
 _MODE = 0o640
 _CHUNK_BYTES = 2**20
 _TAIL_BYTES = 4096
@@ -207,9 +210,53 @@ def _columns(
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """The handler that `setup` installs; `directed` are the loggers that it gave their own levels."""
+    """The handler that `setup` installs; `directed` are the loggers that it gave their own levels.
+
+    Where the stream is a pipe, a socket or a terminal whose reader has stopped, an event waits `_READER_WAIT_S` once,
+    and is dropped, as those that follow until there is room again; the next event that is written says how many.
+    """
 
     directed: tuple[str, ...] = ()
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._unwritten = 0
+        self._is_cut = False  # the last event that was written
+        self._room: select.poll | None = None  # of a stream that has a reader
+        with suppress(OSError):  # it has no descriptor
+            descriptor = stream.fileno()
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                self._room = select.poll()
+                self._room.register(descriptor, select.POLLOUT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._room is None:
+            super().emit(record)
+            return
+        try:
+            lines = f"{self.format(record)}{self.terminator}"
+            if self._unwritten and self._room.poll(0):
+                lines = self._missing() + lines
+            self._write(lines.encode("utf-8", "replace"))
+        except Exception:
+            self.handleError(record)
+
+    def _missing(self) -> str:
+        """The line about the events that were dropped."""
+        text = f"{self._unwritten} events are missing here: the reader of this log had stopped"
+        self._unwritten = 0
+        event = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+        is_cut, self._is_cut = self._is_cut, False
+        return f"{self.terminator if is_cut else ''}{self.format(event)}{self.terminator}"
+
+    def _write(self, data: bytes) -> None:
+        assert self._room is not None
+        for start in range(0, len(data), select.PIPE_BUF):  # as much as a pipe has room for, if it has any
+            if not self._room.poll(0 if self._unwritten else _READER_WAIT_S * 1000):
+                self._unwritten += 1
+                self._is_cut |= start > 0
+                return
+            os.write(self.stream.fileno(), data[start : start + select.PIPE_BUF])
 
 
 class _FileHandler(logging.StreamHandler[TextIO]):
