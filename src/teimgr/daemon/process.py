@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -76,7 +78,17 @@ EXIT_REFUSED = 1
 QUIET_S = 1.0
 """For requests on open connections that a successor cannot take over, before they are closed."""
 LAST_GRACE_S = 1.0
+# For the end of the daemon beside its grace: more than the phases of a shutdown may take together.
+_END_LIMIT_S = 40.0
+# For threads that are left when all phases are over.
+_THREADS_LIMIT_S = 5.0
 """What workers have at the end of a stop at least, to finish a batch and give their device and ports back."""
+
+
+def _give_up() -> None:
+    if select.select((), (2,), (), 0)[1]:  # no log: its disk may be what does not answer
+        os.write(2, b"the daemon did not end in time: a disk does not answer, or a thread\n")
+    os._exit(EXIT_REFUSED)
 
 
 def main(configuration: Configuration, source: Source, predecessor: Predecessor | None = None) -> int:
@@ -88,7 +100,9 @@ def main(configuration: Configuration, source: Source, predecessor: Predecessor 
     raise_file_limit()
     try:
         daemon = Daemon(configuration, source, predecessor)
-        return daemon.succession.leave(uvloop.run(daemon.run()))
+        status = uvloop.run(daemon.run())
+        daemon.ended()
+        return daemon.succession.leave(status)
     except TeimgrError as error:
         log.critical("cannot start: %s", error.message, extra={"code": error.code.name})
         if predecessor is not None:
@@ -106,6 +120,7 @@ class Daemon:
         self.settings = settings = configuration.settings
         self.stopping = asyncio.Event()
         self._stop_began: float | None = None
+        self._last_resort = threading.Timer(0, _give_up)  # not started
         self.notifier = Notifier()
         self.predecessor = predecessor
         self.facts = {name: str(getattr(settings, name).absolute()) for name in ("state_file", "run_dir")}
@@ -427,6 +442,7 @@ class Daemon:
         Where a successor has the word, muxes and workers are its.
         """
         await self.succession.cancel()
+        self._end_within(self.settings.graceful_shutdown_timeout_secs + _END_LIMIT_S)
         grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
         ends = (self._stop_began or clock()) + grace_s
         if self.succession.has_given_word:
@@ -455,9 +471,22 @@ class Daemon:
         await self.scaling_figures.close()
         await asyncio.to_thread(self.telemetry.close)
         log.info("stopped")
+        self._end_within(_THREADS_LIMIT_S)
+
+    def _end_within(self, limit_s: float) -> None:
+        """End the process in any case: a thread that waits for a disk cannot be cancelled, and Python waits for it."""
+        self._last_resort.cancel()
+        self._last_resort = threading.Timer(limit_s, _give_up)
+        self._last_resort.daemon = True
+        self._last_resort.start()
+
+    def ended(self) -> None:
+        """The loop and its threads have ended: nothing is left to wait for."""
+        self._last_resort.cancel()
 
     async def _force_stop(self) -> None:
         log.warning("second signal: stopping without grace")
+        self._end_within(_END_LIMIT_S)
         self.muxes.force_stop()
         await self.manager.shutdown(at_once=True)
 

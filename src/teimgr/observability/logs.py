@@ -213,7 +213,7 @@ class _Handler(logging.StreamHandler[TextIO]):
     """The handler that `setup` installs; `directed` are the loggers that it gave their own levels.
 
     Where the stream is a pipe, a socket or a terminal whose reader has stopped, an event waits `_READER_WAIT_S` once,
-    and is dropped, as those that follow until there is room again; the next event that is written says how many.
+    and is dropped, as those that follow until there is room again. A line before the next event has their number.
     """
 
     directed: tuple[str, ...] = ()

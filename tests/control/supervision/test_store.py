@@ -526,6 +526,34 @@ async def test_a_write_whose_caller_is_cancelled_is_completed_before_the_next(
     assert kept.written() == [SPEC], "a change that was not made is not left on disk"
 
 
+async def test_a_disk_that_does_not_answer_refuses_changes_in_time_and_is_followed_by_what_is_wanted_then(
+    kept: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_WRITE_LIMIT_S", 0.05)
+    monkeypatch.setattr(store_module, "_CLOSE_LIMIT_S", 0.05)
+    await kept.state.write()
+    write, answers, writers = store_module.write_atomically, threading.Event(), 0
+
+    def write_late(*arguments: Any, **options: Any) -> None:
+        nonlocal writers
+        writers += 1
+        answers.wait(60)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(store_module, "write_atomically", write_late)
+    for _ in range(3):
+        with pytest.raises(StateNotSaved, match=r"has not answered for 0\.05 s"):
+            async with kept.state.planning("a", lambda spec: None):
+                pytest.fail("the body ran")
+    await asyncio.gather(*(kept.state.write_quietly() for _ in range(20)))
+    assert "has not answered" in str(kept.state.alarm_text)
+    await kept.state.close()
+
+    answers.set()
+    await eventually(lambda: kept.state.alarm_text is None and kept.written() == [SPEC])
+    assert writers == 2, "one that did not answer, and one for all that came meanwhile"
+
+
 async def test_closing_tries_a_last_time(kept: Fixture) -> None:
     kept.obstacle.mkdir()
     await kept.state.write_quietly()

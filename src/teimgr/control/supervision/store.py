@@ -42,6 +42,9 @@ SET_ASIDE_KEPT = 5
 _UPDATE_TRIES = 5
 # Between attempts to write the state file while the disk refuses.
 _RETRY_S = 5.0
+# For one write, as a disk behind a network may not answer; and for the last one when the daemon ends.
+_WRITE_LIMIT_S = 10.0
+_CLOSE_LIMIT_S = 5.0
 # The digest is that of all bytes behind this.
 _HEAD = re.compile(rb'\Alast_updated = "[^"\n]*"\nsha256 = "([0-9a-f]{64})"\n\n')
 # Always written, in this order, as tei-manager does; `extra_args` may be empty.
@@ -279,6 +282,7 @@ class WantedState:
         self._tries: dict[str, int] = {}  # how often the update under way was begun by earlier daemons
         self._saving = asyncio.Lock()
         self._writing: set[asyncio.Task[None]] = set()
+        self._next_write: asyncio.Task[None] | None = None  # not begun yet: it writes the state of then
         self._saved: list[InstanceSpec] | None = None
         self._retry: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -299,12 +303,13 @@ class WantedState:
         return [replace(spec, pending_update=None) for spec in loaded.specs]
 
     async def close(self) -> None:
-        """Try a last time to write what the disk refused, release the file."""
+        """Try a last time to write what the disk refused, release the file; within `_CLOSE_LIMIT_S`."""
         self._closing.set()
-        if self._retry is not None:
-            await self._retry
-        if self._writing:
-            await asyncio.wait(self._writing)
+        last = [*self._writing, *([self._retry] if self._retry is not None else [])]
+        if last:
+            _, late = await asyncio.wait(last, timeout=_CLOSE_LIMIT_S)
+            if late:
+                log.error("the last write of the state is given up: its disk does not answer")
         self._store.close()
 
     # Alarms
@@ -452,13 +457,30 @@ class WantedState:
         """Write the state if it is not on disk; where the disk refuses, try again in the background too.
 
         Raises:
-            StateNotSaved: the disk refused.
+            StateNotSaved: the disk refused, or did not answer in time.
         """
-        writing = asyncio.create_task(self._write(), name="write of the state file")
-        self._writing.add(writing)
-        writing.add_done_callback(self._on_written)
+        writing = self._queue_write()
         # Its thread cannot be cancelled: where the caller is, the next write waits for this one and compares with it.
-        await asyncio.shield(writing)
+        await asyncio.wait((writing,), timeout=_WRITE_LIMIT_S)
+        if not writing.done():
+            self._queue_write()  # without what is refused now
+            raise StateNotSaved(self._alarm(f"its disk has not answered for {_WRITE_LIMIT_S:g} s"))
+        writing.result()
+
+    def _queue_write(self) -> asyncio.Task[None]:
+        """The write that comes next, of which there is one at most."""
+        if self._next_write is None:
+            self._next_write = asyncio.create_task(self._write(), name="write of the state file")
+            self._writing.add(self._next_write)
+            self._next_write.add_done_callback(self._on_written)
+        return self._next_write
+
+    def _alarm(self, reason: str) -> str:
+        text = f"the state cannot be saved: {reason}"
+        if text != self._save_alarm:
+            log.error("state alarm", extra={"reason": text})
+        self._save_alarm = text
+        return text
 
     def _on_written(self, writing: asyncio.Task[None]) -> None:
         self._writing.discard(writing)
@@ -467,6 +489,7 @@ class WantedState:
 
     async def _write(self) -> None:
         async with self._saving:
+            self._next_write = None
             specs = [self._as_planned(spec) for spec in self.specs()]
             pending = self._unfinished | self._pending
             wanted = [replace(spec, pending_update=pending.get(spec.name)) for spec in specs if spec is not None]
@@ -475,8 +498,7 @@ class WantedState:
             try:
                 await asyncio.to_thread(self._store.save, wanted)
             except OSError as error:
-                problem = self._save_alarm = f"the state cannot be saved: {failure_of(error)}"
-                log.error("state alarm", extra={"reason": problem})
+                problem = self._alarm(failure_of(error))
                 if self._retry is None or self._retry.done():
                     self._retry = asyncio.create_task(self._write_until_saved(), name="retry of the state file")
                 raise StateNotSaved(problem) from error
