@@ -25,6 +25,7 @@ from tests.support.worker_process import WorkerProcess, arrow, table
 
 from teimgr.engine.batching.batch import PackedBatch
 from teimgr.engine.batching.queue import EntryQueue, QueueEntry
+from teimgr.engine.finisher import HostRows
 from teimgr.engine.heads import Rows
 from teimgr.engine.host_copies import HostCopies
 from teimgr.engine.job import InferOptions, Input, Job, Lane, Output, Pair
@@ -766,7 +767,8 @@ def test_an_engine_is_made_by_load_only_when_it_proved_itself(
     model_dir: Callable[..., Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(threading.enumerate())
-    monkeypatch.setattr(HostCopies, "_started", lambda self, values: torch.full_like(values, torch.nan))
+    nothing = {Output.DENSE: HostRows(np.full((1, 32), np.nan, np.float32))}
+    monkeypatch.setattr(HostCopies, "wait", lambda self: nothing)
     with pytest.raises(ModelLoadFailed, match="NaN"):
         serve(model_dir("bert"))
     assert not left_since(before)

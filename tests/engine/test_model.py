@@ -18,6 +18,7 @@ from tests.support.native import needs_native_forward
 from torch import Tensor
 
 from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
+from teimgr.engine.heads import VectorRows
 from teimgr.engine.job import Input, Job, Lane, Output, Pair
 from teimgr.errors import EmptyInput, InputTooLong, InvalidInput, WrongModelKind
 
@@ -80,6 +81,45 @@ def test_a_reranker_computes_one_row_of_a_text_behind_the_last_attention(
     assert rows == [True]
     of_all_rows = head(own(batch), batch)
     assert torch.equal(of_one_row.values, of_all_rows.values)
+
+
+@needs_native_forward
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last-token"])
+def test_vectors_of_one_call_are_those_of_the_head_behind_the_forward(
+    pooling: str, dtype: str, tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    """Bit for bit: of texts alone and of a batch, cut and not, scaled and not."""
+    served = serve(models.build("bert", tmp_path), pooling=pooling, dtype=dtype)
+    model = served.engine._runners[0]._model
+    assert served.engine.info.forward == "native"
+    lengths = (3, 9, 4, 9, 70)
+    batch = pack([Encoded(np.arange(5, 5 + length, dtype=np.int32) % 40) for length in lengths])
+    rows, by_steps = model.run(batch, DENSE)[Output.DENSE], model._run(batch, DENSE)[Output.DENSE]
+    assert isinstance(rows, VectorRows)
+    assert not isinstance(by_steps, VectorRows)
+    assert torch.equal(rows.values, by_steps.values)
+
+    inputs = [np.arange(5, 5 + length, dtype=np.int32) % 40 for length in lengths]
+    for options in ({}, {"normalize": False}, {"dimensions": 8}):
+        together = run(served, inputs, **options).vectors
+        for item, row in zip(inputs, together, strict=True):
+            alone = run(served, [item], lane=Lane.INTERACTIVE, **options).vectors[0]
+            np.testing.assert_array_equal(alone, row)
+        if options.get("normalize", True):
+            np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1.0, atol=1e-6)
+
+
+def test_a_prompt_that_is_not_pooled_is_left_out_of_the_mean(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    """The one call has the mean of all tokens."""
+    model = serve(models.build("bert", tmp_path)).engine._runners[0]._model
+    ids = np.arange(5, 15, dtype=np.int32)
+    with_prompt, without = (pack([Encoded(ids, prompt_tokens=count)]) for count in (4, 0))
+
+    hidden = model.run(with_prompt, TOKENS)[Output.TOKENS].values
+    for batch, first in ((with_prompt, 4), (without, 0)):
+        found = model.run(batch, DENSE)[Output.DENSE].values
+        torch.testing.assert_close(found[0], hidden[first:].mean(dim=0), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("family", "labels"), [("modernbert", 1), ("bert", 3)])

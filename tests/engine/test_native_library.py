@@ -148,6 +148,30 @@ else:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(__file__).parents[2])
 
 
+def test_a_caller_works_alone_where_no_thread_can_be_made() -> None:
+    """As under a limit on processes; helpers that there are go on, and others come once the limit is gone."""
+    script = """
+import resource, threading
+from pathlib import Path
+from tests.engine.helper_threads import helpers, run
+def count(threads):
+    found = []
+    run(lambda: found.append(threading.get_native_id()), threads)
+    return len(set(found))
+def limit(most):
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+threading.stack_size(0)
+limit(used + (4 << 20))  # a stack has 8 MiB
+assert count(4) == 1 and not helpers()
+limit(resource.RLIM_INFINITY)
+meeting = threading.Barrier(4, timeout=20)
+run(meeting.wait, 4)
+assert len(helpers()) == 3 and not meeting.broken
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(__file__).parents[2])
+
+
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT])
 def test_a_fault_of_a_helper_prints_the_stacks_of_python(number: signal.Signals) -> None:
     """By the kernel's rule a fault of a thread that blocks its signal ends the process without any handler."""

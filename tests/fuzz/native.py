@@ -157,9 +157,16 @@ class _Programs:
         ids = [self._array(np.array([chance.randrange(rows) for _ in range(tokens)])) for _ in range(3)]
         call = _Call(
             program=ctypes.pointer(program), ids=ids[0], positions=ids[1], types=ids[2], begins=begins,
-            texts=len(cuts) + 1, tokens=tokens, out=self._floats(tokens * columns),
-            out_size=tokens * columns, threads=1,
+            texts=len(cuts) + 1, tokens=tokens, threads=1,
         )  # fmt: skip
+        kept = [self._chance.randrange(tokens) for _ in range(call.texts)]
+        way = chance.choice(("tokens", "kept", "mean"))
+        call.kept = self._array(np.array(kept)) if way == "kept" else None
+        call.pools = way == "mean"
+        call.out_size = (tokens if way == "tokens" else call.texts) * columns
+        call.out = self._floats(call.out_size)
+        if chance.randrange(2):
+            call.unit, call.unit_size = self._floats(call.out_size), call.out_size
         for _ in range(chance.choice((0, 0, 1, 2))):
             at = chance.choice([call, program, *program.steps[: len(steps)], *program.slots[: len(slots)]])
             self._spoil(at)
@@ -237,7 +244,8 @@ class _Programs:
 
     def _spoil(self, structure: ctypes.Structure) -> None:
         """Put an odd number in a field that is a number and no address, nor a size of what an address points to."""
-        fixed = {"weights_size", "bias_size", "scales_size", "sums_size", "out_size", "threads", "waited", "level"}
+        fixed = {"weights_size", "bias_size", "scales_size", "sums_size", "out_size", "unit_size"}
+        fixed |= {"threads", "waited", "level"}
         numbers = [
             (name, kind) for name, kind in (each[:2] for each in structure._fields_)
             if kind in (ctypes.c_int32, ctypes.c_int64) and name not in fixed

@@ -29,7 +29,7 @@ from teimgr.engine.batching.batch import PackedBatch, Run, to_device
 from teimgr.engine.gpu_kernels.forward_graphs import Capture, ForwardGraphs, RowInputs, most_tokens
 from teimgr.engine.heads.pooling import TableMeanHead
 from teimgr.engine.heads.projections import read_weights
-from teimgr.engine.native_forward.kernel import ForwardKernel, forward_kernel
+from teimgr.engine.native_forward.kernel import ForwardKernel, Vectors, forward_kernel
 from teimgr.engine.native_forward.program import CannotLowerError
 from teimgr.engine.rotary import depends_on_batch, own_rotary
 from teimgr.engine.weights.task_adapters import Task, task_of
@@ -167,6 +167,16 @@ class Transformer:
             return self._hidden_by_task(batch, self._task)
         return self._hidden(batch)
 
+    def vectors(self, batch: PackedBatch) -> Vectors | None:
+        """`ForwardKernel.vectors` of `batch`, or None if one call cannot compute all of it."""
+        if self._kernel is None or self._owner is not self._module or self._has_longer(batch):
+            return None
+        return self._kernel.vectors(batch, batch.positions(self._offset), torch.get_num_threads())
+
+    def _has_longer(self, batch: PackedBatch) -> bool:
+        """Whether each length of `batch` needs a call, since positions depend on the length."""
+        return self._trained is not None and batch.max_seqlen > self._trained and len(batch.runs) > 1
+
     def _hidden_by_task(self, batch: PackedBatch, task: Task) -> Tensor:
         """Like `hidden`, each text by the weights of its task; a batch of several tasks run by run."""
         assert batch.tasks is not None
@@ -177,7 +187,7 @@ class Transformer:
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
         if self._kernel is not None:
-            if self._trained is not None and batch.max_seqlen > self._trained and len(batch.runs) > 1:
+            if self._has_longer(batch):
                 return torch.cat([self.hidden(batch.part(run)) for run in batch.runs])
             hidden = self._kernel(batch, batch.positions(self._offset), torch.get_num_threads())
             return hidden if self._owner is self._module else hidden.to(self.dtype)

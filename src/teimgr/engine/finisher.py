@@ -38,6 +38,7 @@ _HANDOVER = 2  # capacity of the inbox in batches, beside the one that is being 
 _CHECK_S = 0.2
 _FORGET = 0.99  # of the slowest and of the quickest batch, with each later one
 _KNOWN_FOR_S = 30.0  # after the last batch the time per token
+_UNIT: VectorOptions = (None, True, False)
 _DENSE_ALONE = frozenset({Output.DENSE})
 _POWERS = 32  # buckets by powers of two: no batch has 2^32 tokens
 
@@ -102,11 +103,14 @@ class InFlightLimit:
 
 @dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
 class HostRows:
-    """`heads.Rows` on the host: `values` are float32, and both others int64."""
+    """`heads.Rows` on the host: `values` are float32, `offsets` and `indices` int64. `unit` are the vectors scaled to
+    length 1, where the forward gave them too, and `are_finite` is set where it found no NaN or infinity."""
 
     values: Floats
     offsets: NDArray[np.int64] | None = None
     indices: NDArray[np.int64] | None = None
+    unit: Floats | None = None
+    are_finite: bool = False
 
     def finite(self) -> NDArray[np.bool_]:
         """Which of the N texts have neither NaN nor infinity, bool [N]."""
@@ -137,7 +141,7 @@ class HostRows:
         return SparseRow(self.indices[begin:stop][kept].astype(np.uint32), values[kept])
 
 
-def _nothing() -> None:
+def nothing_to_free() -> None:
     """Results in their own memory need not be given back."""
 
 
@@ -161,7 +165,7 @@ class StartedBatch:
     in_flight: InFlightLimit
     tokens: int
     finished: VectorOptions | None = None
-    free: Callable[[], None] = _nothing
+    free: Callable[[], None] = nothing_to_free
     keep: Callable[[Mapping[Output, HostRows]], None] = keep_nothing
 
 
@@ -537,6 +541,8 @@ class BatchResults:
         """
         failed: dict[int, InferenceFailed] = {}
         for output in sorted(job.options.outputs, key=_ORDER.index):
+            if output not in self._bad and self._rows[output].are_finite:
+                self._bad[output] = set()
             if output not in self._bad:
                 finite = self._rows[output].finite()
                 are_all = np.count_nonzero(finite) == len(finite)  # in a quarter of the time of `finite.all()`
@@ -563,6 +569,8 @@ class BatchResults:
         source = self._rows[output]
         if output is Output.DENSE:
             key = vector_options(job)
+            if key not in self._vectors and key == _UNIT and source.unit is not None:
+                self._vectors[key] = source.unit
             if key not in self._vectors:
                 self._vectors[key] = source.values if key == self._finished else finish(source.values, *key)
             _assign(job.vectors, rows, self._vectors[key], texts)

@@ -12,7 +12,7 @@ from teimgr.engine import gpu
 from teimgr.engine.batching import pinned_ring
 from teimgr.engine.batching.pinned_ring import Event, Loan
 from teimgr.engine.finisher import HostRows
-from teimgr.engine.heads import Rows
+from teimgr.engine.heads import Rows, VectorRows
 from teimgr.engine.job import Output
 
 
@@ -34,6 +34,14 @@ class HostCopies:
         self._whole = {output: of.whole for output, of in rows.items()}
         self._loans: list[Loan] = []
         self._copied: Event | None = None
+        self._ready = {
+            output: HostRows(of.vectors.values, unit=of.vectors.unit, are_finite=of.vectors.are_finite)
+            for output, of in rows.items()
+            if isinstance(of, VectorRows)
+        }
+        self._here: dict[Output, _Parts] = {}
+        if len(self._ready) == len(rows):
+            return
         try:
             self._here = {
                 output: _Parts(self._started(of.values), *map(self._started_if_any, (of.offsets, of.indices)))
@@ -55,7 +63,9 @@ class HostCopies:
         """
         if self._copied is not None:
             self._copied.synchronize()
-        return {output: _host_rows(self._complete(output, parts)) for output, parts in self._here.items()}
+        if not self._here:
+            return self._ready
+        return self._ready | {output: _host_rows(self._complete(output, parts)) for output, parts in self._here.items()}
 
     def free(self) -> None:
         """Give the memory of the results back; not after `wait` has failed, when the device may still write to it."""
@@ -90,5 +100,5 @@ def _cpu(tensor: Tensor | None) -> Tensor | None:
 
 
 def _host_rows(parts: _Parts) -> HostRows:
-    others = (None if other is None else other.numpy() for other in parts[1:])
-    return HostRows(parts.values.float().numpy(), *others)
+    offsets, indices = (None if other is None else other.numpy() for other in parts[1:])
+    return HostRows(parts.values.float().numpy(), offsets, indices)

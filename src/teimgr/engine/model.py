@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from teimgr.engine.backbone import Batching, StaticTable, Transformer, WholeModel, load_table
 from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
-from teimgr.engine.heads import Head, Rows, TokensHead
+from teimgr.engine.heads import Head, Rows, TokensHead, VectorRows
 from teimgr.engine.heads.library import HeadTrial, LibraryHead
 from teimgr.engine.heads.multi_vector import (
     M3MultiVectorHead,
@@ -37,6 +37,7 @@ from teimgr.engine.heads.scoring import (
 from teimgr.engine.heads.splade import RoutedWeights, SpladeHead, SpladeVectorHead, SpladeWeights
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module, load_plain_module
+from teimgr.engine.native_forward.kernel import Vectors
 from teimgr.engine.own_reader import load_own_reader
 from teimgr.engine.weights.host import HostWeights
 from teimgr.errors import ModelLoadFailed
@@ -46,6 +47,7 @@ from teimgr.spec import Kind
 log = logging.getLogger(__name__)
 
 Heads = Mapping[Output, Head]
+_DENSE_ALONE = frozenset({Output.DENSE})
 _ONE_TOKEN = (DenseHead, SequenceHead, CausalHead)  # whose `token_of` may be the only one that they read
 
 
@@ -143,13 +145,27 @@ class Model:
         if isinstance(self.backbone, Transformer):
             self.backbone.close(timeout_s)
 
-    @torch.inference_mode()
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
         """Each of `outputs` for every text, in the batch's order, from one forward, independent of request options.
 
         Raises:
             KeyError: the model has no such output.
         """
+        if outputs == _DENSE_ALONE and (vectors := self._vectors(batch)) is not None:
+            return {Output.DENSE: VectorRows(vectors)}
+        return self._run(batch, outputs)
+
+    def _vectors(self, batch: PackedBatch) -> Vectors | None:
+        """What `_run` gives for DENSE, bit for bit, where one call of the native forward computes that; else None."""
+        head = self._heads.get(Output.DENSE)
+        if not isinstance(head, DenseHead) or not isinstance(self.backbone, Transformer) or not self.is_native:
+            return None
+        if head.is_token:
+            return self.backbone.vectors(replace(batch, kept=head.token_of(batch)))
+        return self.backbone.vectors(batch) if head.is_mean and batch.prompt_lens is None else None
+
+    @torch.inference_mode()
+    def _run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
         heads = {output: self._heads[output] for output in outputs}
         alone = next(iter(heads.values())) if len(heads) == 1 and self.is_native else None
         if isinstance(alone, _ONE_TOKEN) and (kept := alone.token_of(batch)) is not None:

@@ -81,7 +81,7 @@ class RoutedModel(Model):
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
-        wanted = list(outputs)
+        wanted = frozenset(outputs)
         queries = batch.queries
         if queries is None or not queries.any():
             return self._documents.run(batch, wanted)

@@ -9,7 +9,6 @@
 #include "forward.h"
 
 int pool_mean(const float *hidden, int64_t tokens, const int32_t *begins, int64_t texts, int64_t width, float *out);
-int scale_rows(const float *values, int64_t size, int64_t rows, int64_t stride, int64_t width, float *out);
 int finite_rows(const float *values, int64_t rows, int64_t width, uint8_t *finite);
 
 enum { CASES = 12, MOST_TOKENS = 200 };

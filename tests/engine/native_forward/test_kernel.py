@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 from teimgr.engine.core_load import HelperWaits
+from teimgr.engine.heads.pooling import finish, pool
 from teimgr.engine.native_forward.kernel import ForwardKernel, forward_kernel
 from teimgr.engine.native_forward.lowering import lower
 from teimgr.engine.native_forward.program import CannotLowerError, Columns, ForwardProgram, Step, Table
@@ -468,3 +469,43 @@ def test_a_kept_row_outside_of_the_batch_is_refused(bert: Any) -> None:
             kernel(replace(batch, kept=kept), batch.position_ids, 1)
     with pytest.raises(ValueError, match="kept"):
         kernel(replace(batch, kept=np.array([0])), batch.position_ids, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("lengths", [(1,), (13,), (300,), LENGTHS, (7,) * 90, (256,) * 9])
+def test_vectors_are_those_of_the_steps_on_their_own_bit_for_bit(
+    lengths: Sequence[int], dtype: torch.dtype, bert: Any
+) -> None:
+    """The mean of a text's rows, a row of it, and both scaled, as three calls give them."""
+    skip_where_not_multiplied(dtype)
+    kernel, _ = forward_kernel(bert, {}, dtype)
+    batch = pack(texts_of(lengths))
+    for threads in (1, 2):
+        hidden = kernel(batch, batch.position_ids, threads)
+        for kept in (None, batch.begins, batch.ends - 1):
+            values, unit, are_finite = kernel.vectors(replace(batch, kept=kept), batch.position_ids, threads)
+            expected = pool(hidden, batch, ["mean"]) if kept is None else hidden[torch.from_numpy(kept)]
+            np.testing.assert_array_equal(values, expected.numpy())
+            np.testing.assert_array_equal(unit, finish(expected.numpy(), None, normalize=True))
+            assert are_finite
+
+
+def test_vectors_tell_of_numbers_that_are_not_finite(bert: Any) -> None:
+    broken = copy.deepcopy(bert)
+    broken.embeddings.word_embeddings.weight[7] = float("inf")
+    kernel, _ = forward_kernel(broken, {}, torch.float32)
+    good, bad = Encoded(np.array([1, 2, 3], np.int32)), Encoded(np.array([1, 7], np.int32))
+
+    for texts, expected in (([good], True), ([bad], False), ([good, bad], False)):
+        batch = pack(texts)
+        for kept in (None, batch.begins):
+            found = kernel.vectors(replace(batch, kept=kept), batch.position_ids, 1)
+            assert found.are_finite is expected or kept is not None
+            assert np.isfinite(found.unit).all() == np.isfinite(found.values).all() == found.are_finite
+
+
+def test_a_text_without_tokens_has_no_mean(bert: Any) -> None:
+    kernel, _ = forward_kernel(bert, {}, torch.float32)
+    batch = replace(pack(texts_of([3, 5])), cu_seqlens=np.array([0, 8, 8], np.int32))
+    with pytest.raises(RuntimeError, match="outside"):
+        kernel.vectors(batch, batch.position_ids, 1)

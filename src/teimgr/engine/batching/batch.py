@@ -235,6 +235,8 @@ class PackedBatch:
         """`position_ids` from `offset` on. Positions that do not begin at 0 begin behind the padding token's id, and a
         padding token within a text has that id and counts for none, as in the library.
         """
+        if offset == 0:
+            return self.position_ids
         if not self.has_padding(offset):
             return self.position_ids + offset
         is_padding = self.ids == offset - 1

@@ -115,6 +115,16 @@ class DenseHead:
         pooled = hidden.float() if is_pooled else pool(hidden, batch, self._poolings)
         return Rows(self._projections(pooled) if len(self._projections) else pooled)
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether it gives the mean of hidden states as it is."""
+        return self._poolings == ("mean",) and not len(self._projections)
+
+    @property
+    def is_token(self) -> bool:
+        """Whether it gives the hidden states of a token, that of `token_of`, as they are."""
+        return self._poolings in (("cls",), ("last_token",)) and not len(self._projections)
+
     def token_of(self, batch: PackedBatch) -> NDArray[np.int64] | None:
         """The only token of each text whose hidden states it reads, [N]; None if it reads others."""
         if self._poolings == ("cls",):

@@ -137,6 +137,9 @@ class PicturedModel(Model):
         """A batch of inputs, whose pictures are decoded."""
         return pack_with_pictures(inputs)
 
+    def _vectors(self, batch: PackedBatch) -> None:
+        """None: a batch may have pictures."""
+
     def vectors(self, pictures: Sequence[Any]) -> Tensor:
         """Of pictures of one size, float32 [N, width], or [N, tokens, width], on the device."""
         raise NotImplementedError

@@ -257,14 +257,21 @@ static int64_t linear_from(const struct program *program, int64_t step) {
     return step;
 }
 
-// Writes a group's result to its place in the batch.
+// Writes a group's result to its place in the batch: its rows, or the mean of each text's.
 static void copy_result(const struct group *group) {
     const struct program *program = group->program;
     const struct slot *slot = program->slots + program->result;
-    for (int64_t row = 0; row < group->tokens; row++)
-        memcpy(
-            group->call->out + (group->first + row) * program->width,
-            group->memory + group->tokens * slot->offset + row * slot->stride, (size_t)program->width * sizeof(float));
+    const char *rows = group->memory + group->tokens * slot->offset;
+    const int64_t width = program->width;
+    float *out = group->call->out + (group->call->pools ? group->text : group->first) * width;
+    if (group->call->pools)
+        for (int64_t i = 0; i < group->texts; i++) {
+            const int64_t begin = group->begins[i], count = group->begins[i + 1] - begin;
+            mean_of_rows(rows + begin * slot->stride, slot->stride, count, width, out + i * width);
+        }
+    else
+        for (int64_t row = 0; row < group->tokens; row++)
+            memcpy(out + row * width, rows + row * slot->stride, (size_t)width * sizeof(float));
 }
 
 // Makes `group` the texts from its end on, up to `tokens` tokens but at least one text; 0 where none is left.
@@ -624,7 +631,11 @@ int forward(struct forward *call) {
     if (panel_width(program->level) == 0 || (program->bfloat16 && program->level < FIRST_OF_BFLOAT16)) return UNSUPPORTED;
     if (!forward_is_valid(call)) return BAD_CALL;
     if (!indices_are_valid(call)) return BAD_INDEX;
-    return call->kept == NULL ? run_all(call) : run_kept(call);
+    const int status = call->kept == NULL ? run_all(call) : run_kept(call);
+    if (status != DONE || call->unit == NULL) return status;
+    const int64_t rows = result_rows(call), width = program->width;
+    call->finite = are_finite(call->out, rows * width);
+    return scale_rows(call->out, rows * width, rows, width, width, call->unit);
 }
 #else
 int64_t panel_width(int32_t level) { return (void)level, 0; }

@@ -97,12 +97,21 @@ struct forward {
     const int32_t *keys;                       // [texts]: leading tokens that are keys; NULL: all
     const int64_t *kept;                       // [texts]: the tokens whose result is written, one of each text; NULL: all
     int64_t texts, tokens;
-    float *out;                                // [tokens, width], or where `kept` is not NULL [texts, width]
+    float *out;                                // [tokens, width], or where `kept` is not NULL or `pools` [texts, width]
     int64_t out_size;                          // numbers that there is room for
+    float *unit;                               // as `out`, each row scaled to length 1; NULL: not computed
+    int64_t unit_size;
+    int32_t pools;                             // 1: the mean of each text's rows in their place; not with `kept`
+    int32_t finite;                            // set if there is `unit`: whether all numbers of `out` are finite
     int32_t threads;                           // at most
     parallel_function parallel;                // NULL: on the calling thread
     int64_t waited;                            // set: nanoseconds beyond its spins that the caller waited
 };
+
+// Rows of `out`.
+static inline int64_t result_rows(const struct forward *call) {
+    return call->kept == NULL && !call->pools ? call->tokens : call->texts;
+}
 
 // Columns of a panel of weights: a panel has the weights of that many neighbouring columns, for one element of x after
 // the other, or for one pair of elements after the other where operands are bfloat16, or for one four of bytes.
@@ -116,7 +125,7 @@ int byte_sum_bits(int32_t level);
 int program_is_valid(const struct program *program);
 int forward_is_valid(const struct forward *call);
 
-// Computes `call->out` and `call->waited`. Returns DONE, NO_MEMORY (`out` is then incomplete), UNSUPPORTED, BAD_CALL where
+// Computes `call->out`, `call->unit`, `call->finite` and `call->waited`. Returns DONE, NO_MEMORY (`out` is then incomplete), UNSUPPORTED, BAD_CALL where
 // the call is not valid, or BAD_INDEX where an id, a position or a type is not a row of its tables.
 int forward(struct forward *call);
 

@@ -117,6 +117,13 @@ int64_t attention_scratch_bytes(const struct attention *call);
 // Computes an item; the first ones are those of the last texts.
 void attention_item(const struct attention *call, void *memory, int64_t i);
 
+// out = the mean of `count` rows of `width` numbers, each `stride` bytes behind the one before.
+void mean_of_rows(const char *rows, int64_t stride, int64_t count, int64_t width, float *out);
+
+// As vectors.c says.
+int scale_rows(const float *values, int64_t size, int64_t rows, int64_t stride, int64_t width, float *out);
+int are_finite(const float *values, int64_t count);
+
 // For a thread that waits for another: a moment in which its core may do something else.
 static inline void pause_briefly(void) {
 #if defined(__x86_64__)

@@ -34,7 +34,6 @@ enum {
 };
 
 struct team {
-    pid_t process;
     unsigned helpers;
     int in_background;          // where the caller does not compute
     unsigned placed;            // the first ones, which may run on `cpus` alone
@@ -63,6 +62,20 @@ static pthread_key_t key;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static _Thread_local struct team *mine;
 
+// A forked process has none of the threads that were counted, and no helpers.
+static void forget_threads(void) {
+    atomic_store(&urgent, 0);
+    atomic_store(&background, 0);
+    atomic_store(&pausing, 0);
+    in_background = 0;
+    if (mine == NULL) return;
+    pthread_setspecific(key, NULL);
+    free(mine);
+    mine = NULL;
+}
+
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
+
 static void futex_wait(atomic_uint *word, unsigned value, unsigned bits) {
     syscall(SYS_futex, word, FUTEX_WAIT_BITSET_PRIVATE, value, NULL, NULL, bits);
 }
@@ -77,16 +90,6 @@ static int64_t nanoseconds(void) {
     clock_gettime(CLOCK_MONOTONIC, &time);
     return time.tv_sec * 1000000000LL + time.tv_nsec;
 }
-
-// A forked process has none of the threads that were counted.
-static void forget_threads(void) {
-    atomic_store(&urgent, 0);
-    atomic_store(&background, 0);
-    atomic_store(&pausing, 0);
-    in_background = 0;
-}
-
-__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
 
 // Forwards of the calling thread are those of the background from now on, or not.
 void set_background(int32_t is_background) { in_background = is_background; }
@@ -191,7 +194,6 @@ static void *run_helper(void *data) {
 static void end_team(void *data) {
     struct team *team = data;
     mine = NULL;  // a destructor that runs later may call again
-    if (team->process != getpid()) return;  // of the process that forked this one
     atomic_store(&team->stops, 1);
     atomic_fetch_add(&team->call, 1);
     futex_wake(&team->call, MAX_HELPERS, ~0u);
@@ -203,12 +205,11 @@ static void make_key(void) { pthread_key_create(&key, end_team); }
 
 // The caller's team with that many helpers, or fewer where threads cannot be had; NULL if memory is exhausted.
 static struct team *team_of(unsigned helpers) {
-    if (mine == NULL || mine->process != getpid()) {  // a forked process has no helpers
+    if (mine == NULL) {
         pthread_once(&once, make_key);
         struct team *team = aligned_alloc(ALIGNMENT, (size_t)round_up(sizeof *team, ALIGNMENT));
         if (team == NULL) return NULL;
         memset(team, 0, sizeof *team);
-        team->process = getpid();
         team->in_background = in_background;
         if (pthread_setspecific(key, team) != 0) {
             free(team);
@@ -260,7 +261,7 @@ static void wait_until_done(struct team *team, unsigned count, unsigned spins) {
 void run_threads(void (*body)(void *), void *data, unsigned threads, unsigned flags) {
     (void)flags;
     const unsigned by_caller = in_background ? 0 : 1;
-    const unsigned asked = (unsigned)lesser(threads, MAX_HELPERS + by_caller) - by_caller;
+    const unsigned asked = (unsigned)lesser(greater(threads, 1), MAX_HELPERS + by_caller) - by_caller;
     struct team *team = asked == 0 ? NULL : team_of(asked);
     if (team == NULL || team->helpers == 0) {
         body(data);

@@ -174,6 +174,10 @@ int forward_is_valid(const struct forward *call) {
     if (call->texts < 1 || call->begins[0] != 0 || call->begins[call->texts] != call->tokens) return 0;
     for (int64_t i = 0; i < program->step_count; i++)
         if (program->steps[i].kind == ROTATE && call->positions == NULL) return 0;
-    const int64_t rows = call->kept == NULL ? call->tokens : call->texts;
-    return call->out != NULL && call->out_size >= rows * program->width && within(call->threads, 0, MAX_THREADS);
+    if (!within(call->pools, 0, 1) || (call->pools && call->kept != NULL)) return 0;
+    for (int64_t i = 0; call->pools && i < call->texts; i++)
+        if (call->begins[i + 1] == call->begins[i]) return 0;  // has no mean
+    const int64_t numbers = result_rows(call) * program->width;
+    if (call->unit != NULL && call->unit_size < numbers) return 0;
+    return call->out != NULL && call->out_size >= numbers && within(call->threads, 0, MAX_THREADS);
 }

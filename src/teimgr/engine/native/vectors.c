@@ -11,19 +11,22 @@ static int rows_fit(int64_t rows, int64_t stride, int64_t width, int64_t size) {
     return rows == 0 || (rows - 1) * stride + width <= size;
 }
 
+void mean_of_rows(const char *rows, int64_t stride, int64_t count, int64_t width, float *out) {
+    memset(out, 0, (size_t)width * sizeof *out);
+    for (int64_t row = 0; row < count; row++, rows += stride)
+        for (int64_t d = 0; d < width; d++) out[d] += ((const float *)rows)[d];
+    for (int64_t d = 0; d < width; d++) out[d] /= (float)count;
+}
+
 // out[i] = mean of the rows begins[i] to begins[i + 1] of `hidden`, [tokens, width]; a text has one token at least.
 // As the others here it returns DONE, or BAD_CALL where a row is outside of what it was given.
 int pool_mean(const float *hidden, int64_t tokens, const int32_t *begins, int64_t texts, int64_t width, float *out) {
     if (!rows_fit(tokens, width, width, INT64_MAX) || !rows_fit(texts, width, width, INT64_MAX)) return BAD_CALL;
     for (int64_t i = 0; i < texts; i++)
         if (begins[i] < 0 || begins[i + 1] <= begins[i] || begins[i + 1] > tokens) return BAD_CALL;
-    for (int64_t i = 0; i < texts; i++, out += width) {
-        memset(out, 0, (size_t)width * sizeof *out);
-        for (int64_t token = begins[i]; token < begins[i + 1]; token++)
-            for (int64_t d = 0; d < width; d++) out[d] += hidden[token * width + d];
-        const float count = (float)(begins[i + 1] - begins[i]);
-        for (int64_t d = 0; d < width; d++) out[d] /= count;
-    }
+    const int64_t stride = width * (int64_t)sizeof *hidden;
+    for (int64_t i = 0; i < texts; i++)
+        mean_of_rows((const char *)(hidden + begins[i] * width), stride, begins[i + 1] - begins[i], width, out + i * width);
     return DONE;
 }
 
@@ -40,13 +43,15 @@ int scale_rows(const float *values, int64_t size, int64_t rows, int64_t stride, 
     return DONE;
 }
 
+int are_finite(const float *values, int64_t count) {
+    int good = 1;
+    for (int64_t i = 0; i < count; i++) good &= isfinite(values[i]) != 0;
+    return good;
+}
+
 // finite[i] = whether all numbers of row i, [rows, width], are finite.
 int finite_rows(const float *values, int64_t rows, int64_t width, uint8_t *finite) {
     if (!rows_fit(rows, width, width, INT64_MAX)) return BAD_CALL;
-    for (int64_t i = 0; i < rows; i++, values += width) {
-        int good = 1;
-        for (int64_t d = 0; d < width; d++) good &= isfinite(values[d]) != 0;
-        finite[i] = (uint8_t)good;
-    }
+    for (int64_t i = 0; i < rows; i++) finite[i] = (uint8_t)are_finite(values + i * width, width);
     return DONE;
 }
