@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 
 from teimgr.client import Client
 from teimgr.errors import UpdateFailed
+from teimgr.spec import State
 from tests.end_to_end.rolling_load import SteadyLoad
 from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.models import build
@@ -126,6 +128,42 @@ def test_calls_meet_no_gap_and_workers_and_muxes_are_those_of_before(daemon: Dae
     until(lambda: not psutil.pid_exists(pids[1]), "the end of the second daemon")
     assert daemon.stop() == 0
     until(lambda: daemon.processes() == [], "the end of all", LIMIT_S)
+
+
+def test_calls_that_wait_for_a_model_on_demand_lose_nothing(daemon: DaemonProcess, model: Path) -> None:
+    """They failed with "the daemon is ending", while the worker loaded on and the next daemon adopted it."""
+    daemon.await_grpc()
+    with daemon.client() as client, ThreadPoolExecutor(2) as pool:
+        client.create("a", str(model), dtype="float32", load="on_demand")
+        first = pid(daemon)
+        by_grpc = pool.submit(lambda: client.embed(["rain"], instance="a"))
+        by_http = pool.submit(post, daemon, {"model": "a", "input": "rain"})
+        until(lambda: client.get("a").pid, "the worker", LIMIT_S)
+        worker = client.get("a").pid
+        assert worker is not None
+        os.kill(worker, signal.SIGSTOP)  # a load that takes longer than the restart
+        try:
+            assert client.get("a").status is State.STARTING
+            os.kill(first, signal.SIGUSR2)
+            status, headers = by_http.result(LIMIT_S)
+            assert status == 503
+            assert int(headers["retry-after"]) > 0
+            until(lambda: pid(daemon) != first, "another daemon", LIMIT_S)
+            assert not by_grpc.done()
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        assert len(by_grpc.result(LIMIT_S)) == 1
+        assert client.get("a").pid == worker
+
+
+def post(daemon: DaemonProcess, body: dict[str, str]) -> tuple[int, dict[str, str]]:
+    """The status and the headers of an answer to `/v1/embeddings`."""
+    connection = http.client.HTTPConnection("127.0.0.1", daemon.api_port, timeout=LIMIT_S)
+    connection.request("POST", "/v1/embeddings", json.dumps(body), {"content-type": "application/json"})
+    reply = connection.getresponse()
+    reply.read()
+    connection.close()
+    return reply.status, {name.lower(): value for name, value in reply.getheaders()}
 
 
 def test_the_command_waits_for_the_next_daemon_and_names_both(daemon: DaemonProcess) -> None:

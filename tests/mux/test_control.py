@@ -23,8 +23,11 @@ from teimgr.config.mux import MuxConfig
 from teimgr.control.launch.control_link import MuxDisconnected, MuxLink, MuxLost
 from teimgr.control.launch.mux_launcher import LocalMux, MuxPaths, spawn_mux
 from teimgr.control.launch.remote_control import open_mux_link
+from teimgr.errors import Unavailable
 from teimgr.http.auth.policy import Policy
 from teimgr.http.server import bind
+from teimgr.mux import control
+from teimgr.mux.control import DaemonLoads, Message
 from teimgr.spec import RouteEntry, RoutingSnapshot
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.remote_frames import RemoteAddress
@@ -177,3 +180,42 @@ async def test_certificates_of_the_port_come_from_the_daemon_and_are_replaced(
             link.send(tls=texts(authority))
             await eventually(partial(is_served, authority))
         link.close()
+
+
+async def test_calls_that_wait_for_their_model_ask_the_next_daemon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They failed when a daemon left them to its successor, which went on with the load."""
+    daemons, asked = [1], []
+
+    def send(message: Message) -> bool:
+        if daemons:
+            asked.append(message)
+        return bool(daemons)
+
+    async def call(loads: DaemonLoads, instance: str, timeout_s: float | None) -> str:
+        async with loads.loaded(instance, timeout_s):
+            return instance
+
+    loads = DaemonLoads(send)
+    first = asyncio.create_task(call(loads, "a", 300.0))
+    await eventually(lambda: bool(asked))
+    daemons.clear()
+    loads.lost()
+    second = asyncio.create_task(call(loads, "b", None))  # while there is none
+    await asyncio.sleep(0)
+    daemons.append(2)
+    loads.take({"snapshot": []})
+    loads.take({"snapshot": []})
+
+    assert [each["load"][:2] for each in asked] == [[1, "a"], [1, "a"], [2, "b"]]
+    assert asked[1]["load"][2] < 300.0
+    loads.take({"ready": 1})
+    loads.take({"ready": 2})
+    assert await asyncio.gather(first, second) == ["a", "b"]
+
+    monkeypatch.setattr(control, "NEXT_DAEMON_S", 0.05)
+    daemons.clear()
+    loads.lost()
+    with pytest.raises(Unavailable, match="has ended"):
+        await call(loads, "a", 300.0)
+    with pytest.raises(Unavailable, match="no daemon is here"):
+        await call(loads, "a", 300.0)

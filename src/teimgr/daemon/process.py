@@ -327,8 +327,14 @@ class Daemon:
                     self._stop_began = asyncio.get_running_loop().time()
                     self.events.close()  # ends the long requests that follow events or wait for a download
                     await self.registry.close()
-                    for task in (residence, scaling, advising, disks, renewing):
+                    for task in (scaling, advising, disks, renewing):
                         task.cancel()
+                    if self.succession.is_taking_over:
+                        self.residence.leave_to_next()
+                    else:
+                        residence.cancel()
+                # The control links of the muxes have ended: their waiting calls got no answer, and ask the successor.
+                residence.cancel()
         finally:
             await self._stop()
         return 0

@@ -30,6 +30,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ _MAX_REMOTE = 16
 _HELLO_LIMIT_S = 5.0
 _SILENCE_LIMIT_S = 30.0
 """The daemon asks every few seconds; one on another host that does not is gone, and cannot close its connection."""
+
+NEXT_DAEMON_S = 30.0
+"""How long calls that wait for their model wait for the next daemon, once the last one has gone."""
 
 Message = dict[str, Any]
 
@@ -205,18 +209,31 @@ class MuxControl:
             return await read_line(reader)
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A call that waits for its model; `ends` on the loop's clock, None without a deadline."""
+
+    instance: str
+    ends: float | None
+    tenant: int
+    answer: asyncio.Future[None]
+    is_asked: bool = False  # of a daemon that is still there
+
+
 class DaemonLoads:
     """Calls that wait for an on-demand model, which a daemon is asked to load. `send` sends a message to every daemon
     that is connected; False without one.
 
     A daemon answers with `ready` once this mux has the routes to the model, or with `refused`; the first answer counts.
+    Where the last daemon goes, as in a restart, the next one is asked again, if it comes within `NEXT_DAEMON_S`.
     """
 
     def __init__(self, send: Callable[[Message], bool], processes: int = 1) -> None:
         self._send = send
         self._limits = WaitingCalls("models to be loaded", processes)
-        self._answers: dict[int, asyncio.Future[None]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._numbers = itertools.count(1)
+        self._giving_up: asyncio.TimerHandle | None = None  # since the last daemon has gone
 
     @asynccontextmanager
     async def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AsyncIterator[None]:
@@ -225,7 +242,7 @@ class DaemonLoads:
         Raises:
             Overloaded: too many calls wait.
             DeadlineExceeded: `timeout_s` has passed.
-            Unavailable: no daemon is connected.
+            Unavailable: no daemon is connected, and none has come in time.
             TeimgrError: the daemon refused.
         """
         call = next(self._numbers)
@@ -234,34 +251,64 @@ class DaemonLoads:
                 await self._answered(call, instance, timeout_s)
             yield
         finally:
-            if self._answers.pop(call, None) is not None:
+            if self._waiting.pop(call, None) is not None:
                 self._send({"left": call})
 
     async def _answered(self, call: int, instance: str, timeout_s: float | None) -> None:
-        answer = self._answers[call] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        ends = None if timeout_s is None else loop.time() + timeout_s
+        waiting = self._waiting[call] = _Waiting(instance, ends, current_tenant(), loop.create_future())
         try:
-            if not self._send({"load": [call, instance, timeout_s], "tenant": current_tenant()}):
+            self._ask(call, waiting)
+            if not waiting.is_asked and self._giving_up is None:
                 raise Unavailable(f"Instance '{instance}' is not loaded, and no daemon is here to load it")
             async with asyncio.timeout(timeout_s) as limit:
-                await answer
+                await waiting.answer
         except TimeoutError:
             if not limit.expired():
                 raise
             raise DeadlineExceeded from None
         finally:
-            del answer  # it, its error and this frame would be a cycle, which keeps the caller's payload
+            del waiting  # its answer, the error there and this frame would be a cycle, which keeps the caller's payload
+
+    def _ask(self, call: int, waiting: _Waiting) -> None:
+        left_s = None if waiting.ends is None else max(0.0, waiting.ends - asyncio.get_running_loop().time())
+        waiting.is_asked = self._send({"load": [call, waiting.instance, left_s], "tenant": waiting.tenant})
 
     def take(self, message: Message) -> None:
-        """Take an answer of a daemon, `ready` or `refused`."""
+        """Take an answer of a daemon, `ready` or `refused`; its `snapshot` shows that it is one to ask."""
+        if "snapshot" in message:
+            self._found()
         if "ready" in message:
-            answer_call(self._answers, message["ready"], None)
+            self._answer(message["ready"], None)
         if "refused" in message:
             call, code, text, retry_after_s = message["refused"]
             error = error_from_code(code, text)
             error.try_after_load(retry_after_s)
-            answer_call(self._answers, call, error)
+            self._answer(call, error)
 
     def lost(self) -> None:
-        """The last daemon has gone: no call that waits gets an answer."""
-        for call in tuple(self._answers):
-            answer_call(self._answers, call, Unavailable("the daemon, which loads models, has ended"))
+        """The last daemon has gone."""
+        if self._giving_up is None:
+            self._giving_up = asyncio.get_running_loop().call_later(NEXT_DAEMON_S, self._give_up)
+        for waiting in self._waiting.values():
+            waiting.is_asked = False
+
+    def _found(self) -> None:
+        if self._giving_up is None:
+            return
+        self._giving_up.cancel()
+        self._giving_up = None
+        for call, waiting in self._waiting.items():
+            if not waiting.is_asked and not waiting.answer.done():
+                self._ask(call, waiting)
+
+    def _give_up(self) -> None:
+        self._giving_up = None
+        for call, waiting in self._waiting.items():
+            if not waiting.is_asked:
+                self._answer(call, Unavailable("the daemon, which loads models, has ended"))
+
+    def _answer(self, call: int, error: TeimgrError | None) -> None:
+        if (waiting := self._waiting.get(call)) is not None:
+            answer_call({call: waiting.answer}, call, error)

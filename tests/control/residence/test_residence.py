@@ -235,6 +235,18 @@ async def test_the_end_of_the_daemon_answers_every_call() -> None:
         await waiting
 
 
+async def test_a_daemon_that_leaves_its_loads_to_the_next_one_tells_when_to_come_again() -> None:
+    async with running() as (owner, residence):
+        owner.load_times["a"] = 20.0
+        owner.declare_instance("a")
+        waiting = asyncio.create_task(call(residence, "a", 60.0))
+        await owner.loaded.wait()
+        residence.leave_to_next()
+    with pytest.raises(Unavailable, match="the next one goes on with the load") as refused:
+        await waiting
+    assert 0 < (refused.value.retry_after_s or 0) <= 20
+
+
 async def test_an_idle_model_is_unloaded_and_a_busy_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COUNT_INTERVAL_S", 0.01)
     async with running() as (owner, _):

@@ -136,6 +136,7 @@ class Residence:
         self._tasks: set[asyncio.Task[None]] = set()
         self._refused_loads: defaultdict[str, list[asyncio.Future[bool]]] = defaultdict(list)
         self._count_at = 0.0
+        self._is_left = False
         self._counting: asyncio.Task[None] | None = None
         for entry in directory.snapshot().entries:
             self._mailbox.put_nowait((entry.name, entry))
@@ -257,10 +258,22 @@ class Residence:
         finally:
             for task in self._tasks:
                 task.cancel()
-            for answer in self._answers.values():
+            for call, answer in self._answers.items():
                 if not answer.done():
-                    answer.set_exception(Unavailable("the daemon is ending"))
+                    answer.set_exception(self._ending(call))
                     answer.exception()
+
+    def leave_to_next(self) -> None:
+        """The next daemon goes on with the loads: calls that wait here until the end get the time left."""
+        self._is_left = True
+
+    def _ending(self, call: int) -> Unavailable:
+        if not self._is_left:
+            return Unavailable("the daemon is ending")
+        error = Unavailable("the daemon is being replaced, and the next one goes on with the load; try again")
+        model = self._fleet.models.get(self._fleet.calls.get(call, ""))
+        error.try_after_load(None if model is None else time_left_s(model, self._now()))
+        return error
 
     def _on_item(self, item: Event | _RefusedLoad | tuple[str, RouteEntry | None]) -> None:
         if isinstance(item, _RefusedLoad):
