@@ -121,6 +121,33 @@ def test_an_unknown_level_is_refused(text: str) -> None:
         logs.parse_levels(text)
 
 
+def test_on_a_full_disk_old_logs_make_room_and_the_log_is_emptied_in_any_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("newest")
+    (tmp_path / "a.log.1").symlink_to("/dev/full")
+    assert shrink(path, limit_bytes=3, keep=1)
+    assert [(each.name, each.stat().st_size) for each in tmp_path.iterdir()] == [("a.log", 0)]
+
+    for name in ("a.log", "a.log.1", "a.log.2"):
+        (tmp_path / name).write_text(name)
+    copied, is_full = logs._copied, True
+
+    def copied_the_second_time(source: Path, target: Path) -> bool:
+        nonlocal is_full
+        is_full, was_full = False, is_full
+        return not was_full and copied(source, target)
+
+    monkeypatch.setattr(logs, "_copied", copied_the_second_time)
+    assert shrink(path, limit_bytes=3, keep=3)
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {
+        "a.log": "",
+        "a.log.1": "a.log",
+        "a.log.2": "a.log.1",
+    }
+
+
 def test_a_log_over_its_limit_is_rotated_at_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     for generation in range(5):

@@ -10,6 +10,7 @@ Files of processes that the daemon starts are `name.log`, and `name.log.1` (newe
 from __future__ import annotations
 
 import asyncio
+import errno
 import faulthandler
 import json
 import logging
@@ -364,7 +365,8 @@ def shrink(path: Path, limit_bytes: int, keep: int) -> bool:
 
     Replicas share a log: were it renamed, those that run would write on in a file that is rotated away. The writers
     append at the new end. What is written in the microseconds between the last read and the truncation is lost;
-    otherwise every library in a worker would have to reopen its log.
+    otherwise every library in a worker would have to reopen its log. On a full disk old files make room, the oldest
+    first; if that is not enough, the file itself is not kept.
     """
     with _rotation:
         if file_size(path) <= limit_bytes:
@@ -372,14 +374,29 @@ def shrink(path: Path, limit_bytes: int, keep: int) -> bool:
         for number in range(keep, 1, -1):
             if _old(path, number - 1).exists():
                 _old(path, number - 1).replace(_old(path, number))
-        if keep:
-            descriptor = os.open(_old(path, 1), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE)
-            with os.fdopen(descriptor, "wb") as copy, path.open("rb") as source:
-                while chunk := source.read(_CHUNK_BYTES):
-                    copy.write(chunk)
-                    copy.flush()
+        kept = keep
+        while kept and not _copied(path, _old(path, 1)):
+            kept = next((number for number in range(kept, 1, -1) if _old(path, number).exists()), 0)
+            if kept:
+                _old(path, kept).unlink()
         os.truncate(path, 0)
         return True
+
+
+def _copied(path: Path, target: Path) -> bool:
+    """Copy a file; False if the disk is full, which leaves no part of it."""
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE)
+    try:
+        with os.fdopen(descriptor, "wb") as copy, path.open("rb") as source:
+            while chunk := source.read(_CHUNK_BYTES):
+                copy.write(chunk)
+                copy.flush()
+    except OSError as error:
+        target.unlink()
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    return True
 
 
 async def rotate_regularly(paths: Callable[[], Iterable[Path]], limit_bytes: int, keep: int) -> None:

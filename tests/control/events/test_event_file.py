@@ -56,6 +56,21 @@ async def test_the_file_is_bounded_and_broken_lines_are_left_out(tmp_path: Path)
     assert [each.id for each in found] == [*range(found[0].id, 102)]
 
 
+async def test_a_cut_line_does_not_take_the_next_event_with_it(tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "state.events.jsonl")
+    await written(file, [VIEW, replace(VIEW, state=State.RUNNING)])
+    os.truncate(file.path, file.path.stat().st_size - 10)
+
+    log = EventLog()
+    log.restore(file.read())
+    log.note([VIEW])
+    async with file.following(log):
+        log.note([replace(VIEW, state=State.STOPPED)])
+        log.close()
+
+    assert file.read()[-1] == list(log.since(0))[-1]
+
+
 async def test_a_disk_that_refuses_is_an_alarm_and_costs_no_event_in_memory(tmp_path: Path) -> None:
     file = EventFile(tmp_path / "absent" / "state.events.jsonl")
     log = await written(file, [VIEW])

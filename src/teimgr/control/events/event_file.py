@@ -13,6 +13,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import BinaryIO
 
 import orjson
 
@@ -67,7 +68,9 @@ class EventFile:
     def write(self, event: FleetEvent) -> None:
         """Append an event. Blocking; a disk that refuses is an alarm, and the event is in memory alone."""
         try:
-            with open(self.path, "ab", opener=_private) as file:
+            with open(self.path, "ab+", opener=_private) as file:
+                # A line that a full disk or a power failure has cut would take this one with it.
+                file.write(b"" if _ends_a_line(file) else b"\n")
                 file.write(orjson.dumps(event) + b"\n")
                 size = file.tell()
             if size > self._max_bytes:
@@ -85,6 +88,13 @@ def events_path(state_file: Path) -> Path:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, _MODE)
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    if not file.seek(0, os.SEEK_END):
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
 
 
 def _event(line: bytes) -> FleetEvent | None:

@@ -299,7 +299,7 @@ class TenantRegistry:
         with self._writing:
             if turn > self._written_turn and content != self._written:
                 try:
-                    write_atomically(self._totals_path, content, mode=0o600)
+                    write_atomically(self._totals_path, content, mode=0o600, durable=True)
                 except OSError as error:
                     self._alarm = f"usage of the keys is not saved: {self._totals_path}: {error.strerror}"
                     return False
