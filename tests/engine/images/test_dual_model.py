@@ -200,3 +200,19 @@ def test_the_last_layer_computes_the_pooled_row_alone_where_no_other_is_read(ser
     vision = served.engine._runners[0]._model._tower.vision
     assert vision.encoder.first_alone == (vision.config.model_type != "siglip_vision_model")
     assert isinstance(vision.embeddings.patch_embedding, NativePatches)
+
+
+@pytest.mark.parametrize("lowers", [True, False])
+def test_a_tokenizer_of_siglip_without_its_steps_is_a_warning(lowers: bool, tmp_path: Path) -> None:
+    folder = build_siglip(tmp_path / "siglip")
+    edit(folder / "tokenizer_config.json", tokenizer_class="SiglipTokenizer", do_lower_case=lowers)
+    tokenizer = read(folder / "tokenizer.json")
+    steps = [{"type": "Lowercase"}] if lowers else []
+    dropped = {"type": "Replace", "pattern": {"Regex": "[,!]"}, "content": ""}
+    for normalizers in (steps, [dropped], [*steps, dropped]):
+        normalizer = {"type": "Sequence", "normalizers": normalizers}
+        write(folder / "tokenizer.json", tokenizer | {"normalizer": normalizer})
+        served = Served(folder)
+        warnings = [each for each in served.engine.info.warnings if "drops their punctuation" in each]
+        served.engine.close(1.0)
+        assert len(warnings) == (dropped not in normalizers or (lowers and len(normalizers) == 1))

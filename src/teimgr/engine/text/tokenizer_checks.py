@@ -35,7 +35,7 @@ def contradictions(layout: Layout, tokenizer: Tokenizer) -> tuple[str, ...]:
         return ()  # converted from tokenizer_config.json, or without special tokens
     config = TokenFiles(layout.transformer_dir).config
     left = (*tokens_without_vectors(tokenizer, layout), *_other_models(layout, config, tokenizer))
-    left += tuple(_other_steps(layout, config, tokenizer))
+    left += tuple(_other_steps(layout, config, tokenizer)) + tuple(_other_texts(layout, config, tokenizer))
     return left + tuple(
         f"tokenizer_config.json has {key} = {str(given).lower()}{'' if key in config else ' by default'}, and "
         "tokenizer.json does otherwise: the latter counts"
@@ -90,6 +90,18 @@ def _other_steps(layout: Layout, config: dict[str, Any], tokenizer: Tokenizer) -
     for kind, same in kinds.items():
         if not same:
             yield f"tokenizer.json has another {kind} than {_class_of(layout, config)[0]} makes: the former counts"
+
+
+def _other_texts(layout: Layout, config: dict[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
+    """A sentence where tokenizer.json lacks what SiglipTokenizer does to a text first, as one made of its pieces."""
+    if _own(layout, config) != "Siglip":
+        return
+    given = "A Photo, of it!" if config.get("do_lower_case", True) else "a photo, of it!"
+    if tokenizer.encode(given).ids != tokenizer.encode("a photo of it").ids:
+        yield (
+            f"{_class_of(layout, config)[1]}, which lower-cases texts and drops their punctuation, and tokenizer.json "
+            "does not: the latter counts, and vectors of such texts are others than in transformers"
+        )
 
 
 def _compared(
