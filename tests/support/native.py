@@ -20,8 +20,6 @@ MULTIPLIES_BYTES = HAS_FORWARD and LIBRARY is not None and bool(LIBRARY.byte_sum
 
 FORWARD = "native" if HAS_FORWARD else "library"
 """`forward` of `/info` for a model that is lowered."""
-ATTENTION = "by-run" if LIBRARY is None else "varlen"
-"""`attention` of `/info` for a model that is packed."""
 PACKED = Batching.NATIVE if HAS_FORWARD else Batching.BY_RUN if LIBRARY is None else Batching.VARLEN
 """How a lowered model's batches are run."""
 
