@@ -452,15 +452,19 @@ class ReplicaState:
         since = now if self.failing_since is None else self.failing_since
         ended = replace(self, failure=None, reason=failure.message, last_failure=failure.message, wake_at=None)
         ended = replace(ended, failing_since=since)._without_probe_failures()
-        if failure.may_pass:
-            streak = self.streak + 1
-            return replace(ended, phase=Phase.FAILED, streak=streak, wake_at=now + LATER.delay_s(streak, jitter)), []
+        if failure.may_pass and not self._was_stable(now):
+            streak, wake_at = self.streak + 1, now + LATER.delay_s(self.streak + 1, jitter)
+            return replace(ended, phase=Phase.FAILED, streak=streak, ready_at=None, wake_at=wake_at), []
         if failure.permanent:
             return replace(ended, phase=Phase.FAILED), []
         return ended._wait(jitter, now), []
 
+    def _was_stable(self, now: float) -> bool:
+        """Whether it has served for so long that its end has nothing to do with earlier failures."""
+        return self.ready_at is not None and now - self.ready_at >= self.policy.backoff.stable_after_s
+
     def _wait(self, jitter: float, now: float) -> ReplicaState:
-        was_stable = self.ready_at is not None and now - self.ready_at >= self.policy.backoff.stable_after_s
+        was_stable = self._was_stable(now)
         streak = 0 if was_stable else self.streak + 1
         since = now if was_stable else self.failing_since
         delay_s = 0.0 if was_stable else self.policy.backoff.delay_s(streak, jitter)
