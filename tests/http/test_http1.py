@@ -804,6 +804,41 @@ async def test_many_connections_whose_requests_come_at_once_or_that_end_at_once_
     assert 0 < most_ended <= connection_gate._ENDS_PER_TURN
 
 
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "head then body"])
+async def test_many_requests_that_come_at_once_on_open_connections_leave_turns_to_others(is_split: bool) -> None:
+    """A head of one piece cost nothing: 500 open connections held the loop for as long as all their requests took."""
+    begun = 0
+
+    async def count(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal begun
+        if scope["type"] == "http":
+            begun += 1
+            await receive()
+            await hello(scope, receive, send)
+
+    head, body, many = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n", b"{}", 300
+    sock = bind("127.0.0.1", 0)
+    async with serving(count, sock), asyncio.timeout(30):
+        clients = [await connected(sock) for _ in range(many)]
+        for reader, writer in clients:
+            writer.write(head + body)
+            await reader.readuntil(b"\r\n\r\n")
+        begun = 0
+        for _, writer in clients:
+            connection: socket.socket = writer.get_extra_info("socket")
+            for part in (head, body) if is_split else (head + body,):
+                socket.socket.send(cast(Any, connection)._sock, part)  # no turn of the loop meanwhile
+        most_begun = before = 0
+        while begun < many:
+            await asyncio.sleep(0)
+            most_begun, before = max(most_begun, begun - before), begun
+        for reader, writer in clients:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+
+    assert 1 < most_begun <= TURN_UNITS // http_protocol._REQUEST_UNITS + 1
+
+
 async def test_a_request_before_pipelined_ones_learns_that_its_connection_was_lost() -> None:
     """uvicorn told the last one alone: the one that had begun wrote its response to a closed transport."""
     learned: list[str] = []

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from threading import Event
 
-from teimgr.http.turns import PART_UNITS, TURN_UNITS, CallTurns, LoopTurns
+import pytest
+
+from teimgr.http.turns import PART_UNITS, TURN_UNITS, TURNS_OF, CallTurns, LoopTurns, SharedThreads, WorkTurns
 
 
 async def test_calls_beyond_those_of_a_turn_are_made_in_later_turns_by_callers_in_rotation() -> None:
@@ -22,6 +25,74 @@ async def test_calls_beyond_those_of_a_turn_are_made_in_later_turns_by_callers_i
     assert waits == [False, False, True, True, True, True]
     assert by_turn == [[2, "one"], [3, 4], [], []]
     assert not turns.call("many", partial(made.append, 6)), "nobody waits any more"
+
+
+class Work:
+    """Pieces of work that take a second each, by a clock of their own."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.done: list[str] = []
+
+    def piece(self, name: str) -> str:
+        self.seconds += 1
+        self.done.append(name)
+        return name
+
+    async def of(self, caller: str, turns: WorkTurns) -> str:
+        TURNS_OF.set(caller)
+        return await turns.run(partial(self.piece, caller))
+
+
+async def test_work_beyond_a_turns_time_is_done_in_later_turns_by_callers_in_rotation() -> None:
+    work = Work()
+    turns = WorkTurns(2.5, lambda: work.seconds)
+    tasks = [asyncio.create_task(work.of(caller, turns)) for caller in ("many",) * 20 + ("one", "two")]
+    by_turn = []
+    while not all(task.done() for task in tasks):
+        before = len(work.done)
+        await asyncio.sleep(0)
+        by_turn.append(work.done[before:])
+
+    assert await asyncio.gather(*tasks) == ["many"] * 20 + ["one", "two"]
+    assert work.done[:7] == ["many", "many", "many", "many", "one", "two", "many"]
+    assert max(map(len, by_turn)) == 3
+
+
+async def test_work_that_fails_fails_its_caller_alone_whether_at_once_or_later() -> None:
+    work = Work()
+    turns = WorkTurns(1, lambda: work.seconds)
+
+    def fail() -> None:
+        work.piece("fails")
+        raise ValueError("it fails")
+
+    pieces = turns.run(fail), turns.run(partial(work.piece, "gone")), work.of("fine", turns)
+    tasks = [asyncio.create_task(piece) for piece in pieces]
+    with pytest.raises(ValueError, match="it fails"):
+        await turns.run(fail)
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [type(each) for each in found] == [ValueError, asyncio.CancelledError, str]
+    assert work.done == ["fails", "fails", "fine"]
+
+
+async def test_a_small_piece_of_work_needs_no_turn_of_the_loop() -> None:
+    """One query at a time would pay for a further turn of the loop each."""
+    loop, work = asyncio.get_running_loop(), Work()
+    scheduled, turns = [], WorkTurns(100, lambda: work.seconds)
+    real = loop.call_soon
+    loop.call_soon = lambda *given, **rest: scheduled.append(given) or real(*given, **rest)  # type: ignore[method-assign]
+    try:
+        for _ in range(50):
+            await turns.run(partial(work.piece, "small"))
+        assert not scheduled
+        await turns.run(partial(work.piece, "small"))
+        assert len(scheduled) == 1
+    finally:
+        loop.call_soon = real  # type: ignore[method-assign]
 
 
 class Connection:
@@ -119,3 +190,44 @@ async def test_callers_share_a_turn_however_many_connections_they_have() -> None
     last = max(at for at, name in enumerate(served) if name == "busy")
     assert served[:last].count("many") <= 101
     await asyncio.wait_for(asyncio.gather(*(each.done.wait() for each in many)), 10)
+
+
+async def test_callers_have_shared_threads_in_rotation_and_what_is_cancelled_never_begins() -> None:
+    threads, done, all_wait = SharedThreads(1, "shared"), list[str](), Event()
+
+    def work(name: str) -> str:
+        all_wait.wait(10)
+        done.append(name)
+        return name
+
+    async def of(caller: str) -> str:
+        TURNS_OF.set(caller)
+        return await threads.run(work, caller)
+
+    tasks = [asyncio.create_task(of(caller)) for caller in ("many",) * 20 + ("one", "gone")]
+    await asyncio.sleep(0)
+    tasks[-1].cancel()
+    all_wait.set()
+    await asyncio.wait(tasks)
+
+    assert done[:4] == ["many", "many", "one", "many"]
+    assert len(done) == 21
+    threads.close()
+    with pytest.raises(RuntimeError):
+        threads.submit(work, "late")
+
+
+async def test_what_waits_for_a_shared_thread_is_cancelled_when_they_close() -> None:
+    threads, began, goes_on = SharedThreads(1, "shared"), Event(), Event()
+
+    def work() -> bool:
+        began.set()
+        return goes_on.wait(10)
+
+    first, second = (asyncio.create_task(threads.run(work)) for _ in range(2))
+    await asyncio.to_thread(began.wait, 10)
+    threads.close()
+    goes_on.set()
+    assert await first
+    with pytest.raises(asyncio.CancelledError):
+        await second

@@ -13,6 +13,7 @@ import orjson
 import pytest
 from pydantic import BaseModel
 
+from teimgr.http.turns import TURNS_OF
 from teimgr.wire import gil
 from teimgr.wire.gil import StepThread, free, freed, short_turns
 from teimgr.wire.json_pieces import dumps
@@ -177,3 +178,26 @@ def test_what_another_holds_stays_as_it_is() -> None:
     assert value == {}
     assert shared == {"inner": [1, [2]]}
     assert holder.values == [[1, [2]]]
+
+
+async def test_a_caller_with_many_generators_gets_no_more_steps_than_one_with_a_single_one(thread: StepThread) -> None:
+    taken: list[str] = []
+    all_wait = Event()
+
+    def steps(name: str, count: int) -> Generator[None, None, None]:
+        all_wait.wait(10)
+        for _ in range(count):
+            taken.append(name)
+            yield
+
+    async def of(caller: str, count: int) -> None:
+        TURNS_OF.set(caller)
+        await thread.run(steps(caller, count))
+
+    calls = [asyncio.create_task(of(caller, 50)) for caller in ("many",) * 40 + ("one",)]
+    await asyncio.sleep(0)
+    all_wait.set()
+    await asyncio.gather(*calls)
+
+    last = max(at for at, name in enumerate(taken) if name == "one")
+    assert taken[:last].count("many") <= 51

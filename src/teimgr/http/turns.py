@@ -1,16 +1,29 @@
-"""Shares the turns of an event loop: a few calls begin in each, and connections do a few units of work in each."""
+"""Shares the turns of an event loop, by callers in rotation: each turn has a few calls that begin, a few units of work
+for connections, and a few milliseconds of work that requests need behind their heads. `SharedThreads` do longer work.
+
+Who has sent a request is known once its credentials are checked; until then it is the network of its address.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from threading import Lock
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from teimgr.errors import Overloaded
 
 ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+TURNS_OF: ContextVar[Hashable] = ContextVar("turns_of", default=None)
+"""With whose other work that of the present task shares turns, on the loop and on threads: a caller whose key was
+checked, or the network of an address."""
 
 
 class Rotation(Generic[ItemT]):
@@ -57,13 +70,20 @@ class CallTurns:
 
         A call that returns False is not counted.
         """
-        is_now = self._left > 0 and not self._waiting
-        if is_now:
-            self._left -= 1
-        else:
-            self._waiting.put(caller, function)
+        if self.has_room():
+            return False
+        self._waiting.put(caller, function)
         self._schedule()
-        return not is_now
+        return True
+
+    def has_room(self) -> bool:
+        """Whether a call may be made now, which is counted."""
+        if self._left <= 0 or self._waiting:
+            return False
+        self._left -= 1
+        if 2 * self._left < self._per_turn:  # not for each of a few: a turn of the loop costs microseconds
+            self._schedule()
+        return True
 
     def waiting_of(self, caller: Hashable) -> int:
         """How many functions of `caller` are to be called in later turns."""
@@ -102,8 +122,13 @@ class Turns:
         """
         if self._max_waiting is not None and self._calls.waiting_of(caller) >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} requests of this caller wait to be begun; send fewer at a time")
-        begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._calls.call(caller, partial(_go_on, begins)):
+        await self.go_on(caller)
+
+    async def go_on(self, caller: Hashable) -> None:
+        """Like `begin`, of a request that has begun, which is not refused."""
+        if not self._calls.has_room():
+            begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._calls.call(caller, partial(_go_on, begins))
             await begins
 
 
@@ -115,10 +140,80 @@ def _go_on(begins: asyncio.Future[None]) -> bool:
     return True
 
 
+# Of a turn, for the work of `WorkTurns`.
+_WORK_S = 0.004
+
+
+class WorkTurns:
+    """Short work for requests on the event loop: `turn_s` of it a turn, the rest later, by `TURNS_OF` in rotation.
+
+    A turn has one piece of work at least, and ends with the one that uses it up: each has to be short itself. `clock`
+    returns seconds. For one event loop at a time.
+    """
+
+    def __init__(self, turn_s: float = _WORK_S, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._turn_s = self._left_s = turn_s
+        self._clock = clock
+        self._waiting: Rotation[Callable[[], None]] = Rotation()
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one in which the next turn is scheduled
+
+    async def run(self, work: Callable[[], ResultT]) -> ResultT:
+        """What `work` returns or raises: at once unless this turn is used up or others wait."""
+        if self._left_s > 0 and not self._waiting:
+            return self._timed(work)
+        done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+        self._waiting.put(TURNS_OF.get(), partial(self._settle, done, work))
+        self._schedule()
+        try:
+            return await done
+        finally:
+            del done, work  # an error has this frame: a reference cycle
+
+    def call(self, caller: Hashable, work: Callable[[], None]) -> None:
+        """Like `run`, of `caller`'s work that raises and returns nothing."""
+        if self._left_s > 0 and not self._waiting:
+            self._timed(work)
+        else:
+            self._waiting.put(caller, partial(self._timed, work))
+            self._schedule()
+
+    def _timed(self, work: Callable[[], ResultT]) -> ResultT:
+        began = self._clock()
+        try:
+            return work()
+        finally:
+            self._left_s -= self._clock() - began
+            if self._left_s < self._turn_s / 2:  # not for each small query: a turn of the loop costs microseconds
+                self._schedule()
+
+    def _settle(self, done: asyncio.Future[ResultT], work: Callable[[], ResultT]) -> None:
+        if done.done():  # its client has gone
+            return
+        try:
+            done.set_result(self._timed(work))
+        except Exception as error:
+            done.set_exception(error)
+
+    def _schedule(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._loop, self._left_s = None, self._turn_s
+        while self._left_s > 0 and self._waiting:
+            self._waiting.pop()()
+        if self._waiting:
+            self._schedule()
+
+
 # Cost of what is processed in one turn of the loop for all connections of a protocol together. In HTTP/2's units, those
 # of `Framing.receive`, that is 8 ms at most, the time of a header block of Huffman strings that is as long as one may
 # be; in HTTP/1's, chunks of a body, some 2 ms.
 TURN_UNITS = 600
+# A request, which a task begins to answer: with what the head costs 0.1 ms or more.
+REQUEST_UNITS = 24
 # What a connection may have processed at a time while others wait: a small call.
 PART_UNITS = 48
 # This many of a caller's connections that were not behind before come before one that was.
@@ -174,8 +269,8 @@ class LoopTurns:
 
     def spend(self, units: float) -> None:
         """Count what was processed for a connection."""
-        if units > 0:
-            self._left -= int(units)
+        self._left -= int(units)
+        if self._left < TURN_UNITS // 2:  # not for each small request: a turn of the loop costs microseconds
             self._schedule()
 
     def wait(self, caller: Hashable, catch_up: Callable[[], int]) -> None:
@@ -209,3 +304,45 @@ class LoopTurns:
                 del self._groups[caller]
         if self._groups:
             self._schedule()
+
+
+class SharedThreads:
+    """Runs work on `count` threads, by `TURNS_OF` in rotation."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(count, name)
+        self._waiting: Rotation[tuple[Future[Any], Callable[[], Any]]] = Rotation()
+        self._lock = Lock()
+
+    async def run(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """What `work` returns or raises. If the call is cancelled before it has begun, it never does."""
+        return await asyncio.wrap_future(self.submit(work, *arguments))
+
+    def submit(self, work: Callable[..., ResultT], *arguments: object) -> Future[ResultT]:
+        """Have `work` done; raises RuntimeError after `close`."""
+        result: Future[ResultT] = Future()
+        with self._lock:
+            self._waiting.put(TURNS_OF.get(), (result, partial(work, *arguments)))
+        self._threads.submit(self._next)
+        return result
+
+    def close(self) -> None:
+        """Begin nothing more; what has not begun is cancelled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            while self._waiting:
+                self._waiting.pop()[0].cancel()
+
+    def _next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return  # closed
+            result, work = self._waiting.pop()
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+        finally:
+            del result, work  # an error has this frame: a reference cycle

@@ -25,6 +25,7 @@ from teimgr.http.connection_gate import Ticket
 from teimgr.http.http1 import ListenerState
 from teimgr.http.http2.connection import Connection, MaxAge
 from teimgr.http.http2.stream import Stream, StreamLost
+from teimgr.http.turns import TURNS_OF
 from teimgr.mux.call_counters import CallCounters, CallRecord
 from teimgr.mux.forwarding import INSTANCE_KEY, StreamForwarder, forward_collected, forward_message, named_target
 from teimgr.mux.health import MuxHealth, StandardServices
@@ -236,6 +237,7 @@ class MuxHandlers:
             if caller is not ANONYMOUS:
                 stream.connection.belongs_to(caller.name)
                 context.belongs_to(caller.tenant)
+            TURNS_OF.set(stream.connection.caller)
             call.charge_to(peer.budget(self._held_by(caller)))
             reply = await self._within_deadline(call, router_view(caller, self._router))
             status = _OK

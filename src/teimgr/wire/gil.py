@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Hashable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from sys import getrefcount
 from threading import Lock
 from typing import Any, TypeVar
+
+from teimgr.http.turns import TURNS_OF, Rotation
 
 _SHORT_S = 0.0005
 # A loop has this of each part of the other thread's time, which is a tenth longer for it.
@@ -73,11 +74,11 @@ ResultT = TypeVar("ResultT")
 
 
 class StepThread:
-    """Runs generators on one thread, a step of each in turn, until they return."""
+    """Runs generators on one thread until they return, a step of each in turn, by `TURNS_OF` in rotation."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
-        self._turns: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
+        self._turns: Rotation[tuple[Hashable, Generator[None, None, Any], Future[Any]]] = Rotation()
         self._lock = Lock()
         self._is_running = False
 
@@ -88,8 +89,9 @@ class StepThread:
             Exception: what the generator raises.
         """
         result: Future[ResultT] = Future()
+        caller = TURNS_OF.get()
         with self._lock:
-            self._turns.append((steps, result))
+            self._turns.put(caller, (caller, steps, result))
             if not self._is_running:
                 self._is_running = True
                 self._thread.submit(self._take_turns)
@@ -107,7 +109,8 @@ class StepThread:
                 if not self._turns:
                     self._is_running = False
                     return
-                steps, result = self._turns.popleft()
+                turn = self._turns.pop()
+            caller, steps, result = turn
             if result.cancelled():
                 steps.close()
                 continue
@@ -120,7 +123,7 @@ class StepThread:
                     result.set_exception(error)
                 else:
                     with self._lock:
-                        self._turns.append((steps, result))
+                        self._turns.put(caller, turn)
 
 
 # Values that one call frees: a millisecond or two.

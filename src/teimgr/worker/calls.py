@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 
 from teimgr.engine.job import Account, InferOptions, Input, Job, Lane, Output, characters, pictures_of
 from teimgr.errors import InvalidInput, Refused, TeimgrError, TooLarge
+from teimgr.http.turns import TURNS_OF
 from teimgr.observability.request_context import CURRENT, CallStats
 from teimgr.spec import LoadedModel
 from teimgr.wire.frames import (
@@ -88,12 +89,13 @@ class WorkerCall:
 
     `deadline` is a `time.monotonic` value, `MAX_CALL_S` away where None is given; `size_bytes` is the size of the
     request. `has_deadline`: one was given, as the mux does for every single call. `may_wait`: queue it when the worker
-    is full, else it is refused. `streamed`: a message of a stream, which TEI does not count as a request.
+    is full, else it is refused. `streamed`: a message of a stream, which TEI does not count as a request. `turns_of` is
+    whose turns its work takes (`TURNS_OF`).
     """
 
     __slots__ = (
         *("context", "deadline", "gave_way", "has_deadline", "is_part", "lane", "may_wait", "output_dtype", "received"),
-        *("size_bytes", "streamed"),
+        *("size_bytes", "streamed", "turns_of"),
     )
 
     def __init__(
@@ -115,6 +117,7 @@ class WorkerCall:
         self.is_part = False
         self.gave_way = False
         self.context = CURRENT.get()
+        self.turns_of = TURNS_OF.get()
         self.output_dtype = "f32"
 
     @property

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from teimgr.engine.job import InferOptions, Input, Job
 from teimgr.engine.token_pooling import pool_documents
 from teimgr.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, TeimgrError, Unavailable
 from teimgr.http.byte_budget import ByteBudget
+from teimgr.http.turns import TURNS_OF, SharedThreads, WorkTurns
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
 from teimgr.wire.gil import free, short_turns
@@ -97,9 +97,11 @@ class Dispatcher:
         self._starting: list[Submission] = []  # that came in this turn of the loop
         self._answering: dict[WorkerCall, asyncio.Task[None]] = {}  # calls that `run` answers
         self._tasks: set[asyncio.Task[None]] = set()
-        self._codec = ThreadPoolExecutor(2, "codec")
-        self._tokenizing = ThreadPoolExecutor(1, "tokenize")
-        self._pooling = ThreadPoolExecutor(1, "pooling")  # of tokens
+        self.turns = WorkTurns()
+        """For what the callers of the worker need done on its loop: bodies to be read, calls of links to be begun."""
+        self._codec = SharedThreads(2, "codec")
+        self._tokenizing = SharedThreads(1, "tokenize")
+        self._pooling = SharedThreads(1, "pooling")  # of tokens
         self.fetcher = _link_fetcher(spec)
         self._renderer: PageRenderer | None = None
         self._idle = asyncio.Event()
@@ -337,8 +339,9 @@ class Dispatcher:
         return DeferredReply(encode, pools=True)
 
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """Run `work` on a codec thread; callers have these in rotation (`TURNS_OF`)."""
         with short_turns():
-            return await self._loop.run_in_executor(self._codec, work, *arguments)
+            return await self._codec.run(work, *arguments)
 
     def renderer(self) -> PageRenderer:
         """Renders pages of PDF documents; its threads begin with the first."""
@@ -359,13 +362,13 @@ class Dispatcher:
     async def on_tokenizer_thread(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Run `work` that tokenizes texts of a caller, so that the codecs of all others need not wait for it."""
         with short_turns():
-            return await self._loop.run_in_executor(self._tokenizing, work, *arguments)
+            return await self._tokenizing.run(work, *arguments)
 
     async def _encode_deferred(self, call: WorkerCall, job: Job, deferred: DeferredReply) -> None:
         if call in self._call_limiter:  # and stays there: its memory is at its largest now
             with short_turns():
                 threads = self._pooling if deferred.pools else self._codec
-                reply = await self._loop.run_in_executor(threads, deferred.encode)
+                reply = await threads.run(deferred.encode)
             self._finish(call, job, reply)
 
     # Stage 5: the reply.
@@ -437,6 +440,7 @@ class Dispatcher:
 
     def _spawn(self, call: WorkerCall, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
+            TURNS_OF.set(call.turns_of)
             try:
                 await work
             except Exception as error:
@@ -462,7 +466,7 @@ class Dispatcher:
     def close(self) -> None:
         """Stop the threads of codecs and tokenization; the engine is closed by its owner."""
         for pool in (self._codec, self._tokenizing, self._pooling):
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.close()
         if self.fetcher is not None:
             self.fetcher.close()
         if self._renderer is not None:

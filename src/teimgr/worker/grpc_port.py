@@ -22,6 +22,7 @@ from teimgr.http.http1 import ServerConnections
 from teimgr.http.http2.connection import Connection
 from teimgr.http.http2.requests import HttpStreams
 from teimgr.http.http2.stream import Stream, StreamLost
+from teimgr.http.turns import TURNS_OF
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, RequestContext
 from teimgr.spec import LANE_KEY, Kind
 from teimgr.wire.frames import in_lane
@@ -152,6 +153,7 @@ class GrpcPort:
         """Answer one RPC; the only place that turns failures into statuses."""
         context = RequestContext.from_headers(stream.metadata)
         CURRENT.set(context)  # for this task, which serves nothing else
+        TURNS_OF.set(stream.stream.connection.caller)
         if stream.http_refusal:
             await stream.refuse(stream.http_refusal)
             return

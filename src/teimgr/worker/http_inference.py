@@ -374,7 +374,7 @@ def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[in
 # Bodies of more bytes, or lists and objects, are read in pieces on a codec thread: 9,000 objects in 110 KB take 20 ms.
 _LARGE_BODY_BYTES, _FEW_CONTAINERS = 128 * 1024, 2048
 # A larger body that is parsed a second time, by the format's own parser, is so on a codec thread: a microsecond a byte.
-_REPARSED_BYTES = 4 * 1024
+_REPARSED_BYTES = 512
 
 # Names of prompts for queries and for documents, in order of preference.
 QUERY_PROMPTS = ("query", "search_query", "queries", "s2p_query", "web_search_query", "retrieval.query")
@@ -476,12 +476,12 @@ class HttpInference:
             found = await self.dispatcher.off_loop(parse, kind, request.body, body_format)
             self.dispatcher.free_off_loop(found)
             return found
-        if len(request.body) <= _REPARSED_BYTES:
-            return parse(kind, request.body, body_format)
-        quick, is_sure = _parse_quickly(kind, request.body, body_format)
+        run = self.dispatcher.turns.run
+        quick, is_sure = await run(partial(_parse_quickly, kind, request.body, body_format))
         if is_sure and quick is not None:
             return quick
-        found = await self.dispatcher.off_loop(_reparse, kind, request.body, body_format, quick)
+        again = partial(_reparse, kind, request.body, body_format, quick)
+        found = await (run(again) if len(request.body) <= _REPARSED_BYTES else self.dispatcher.off_loop(again))
         return found
 
     async def mentions(self, request: HttpRequest, word: bytes) -> bool:

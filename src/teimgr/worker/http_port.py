@@ -28,8 +28,8 @@ from teimgr.http.bodies import (
 from teimgr.http.byte_budget import Charge
 from teimgr.http.direct import Answer, DirectReply, DirectRequest, answered_directly
 from teimgr.http.docs_page import HEADERS, page
-from teimgr.http.request_turns import RequestTurns, caller_of
-from teimgr.http.turns import Turns
+from teimgr.http.request_turns import RequestTurns, sender_of
+from teimgr.http.turns import TURNS_OF, Turns
 from teimgr.observability.request_context import (
     CURRENT,
     REQUEST_ID,
@@ -196,7 +196,7 @@ class InstancePort:
         if self._self_test is None or self._self_test.done():
             self._self_test = asyncio.create_task(self._passes_self_test())
         passes = await asyncio.shield(self._self_test)  # one for all that ask at a time: each holds a thread
-        await self._answering.begin(caller_of(request.scope))  # thousands may have waited for it
+        await self._answering.begin(sender_of(request.scope))  # thousands may have waited for it
         return Response() if passes else _response(failure(TEI, Unavailable("unhealthy")))
 
     async def _passes_self_test(self) -> bool:
@@ -234,6 +234,7 @@ class InstancePort:
         given = {name: value.decode("latin-1") for name, key in _CONTEXT.items() if (value := headers.get(key))}
         context = RequestContext.from_headers(given)
         CURRENT.set(context)
+        TURNS_OF.set(sender_of(request.scope))
         refused = self.access.refusal("POST", path, headers) if self.access.refuses else None
         reply = refused or await self._infer(path, request)
         cors = self.access.cors(headers) if b"origin" in headers else self._cors

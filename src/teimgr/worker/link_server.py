@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from teimgr.errors import Cancelled, InvalidInput, TeimgrError
@@ -150,7 +151,8 @@ class LinkConnection(FrameProtocol):
             task.add_done_callback(self._tasks.discard)
         else:
             self.is_callers = True
-            handle(self._server.dispatcher, self._call(header, payload))
+            call = self._call(header, payload)
+            self._server.dispatcher.turns.call(call.turns_of, partial(self._handle, call))
 
     def link_lost(self, error: Exception | None) -> None:
         self._server.remove(self)
@@ -161,6 +163,10 @@ class LinkConnection(FrameProtocol):
 
     def _call(self, header: Header, payload: Received) -> LinkCall:
         return LinkCall(self, self._unanswered, header, payload)
+
+    def _handle(self, call: LinkCall) -> None:
+        if call.header.id in self._unanswered:  # else it was cancelled before its turn
+            handle(self._server.dispatcher, call)
 
     def _cancel(self, id: int) -> None:
         call = self._unanswered.pop(id, None)
@@ -215,6 +221,7 @@ class LinkCall(MethodCall):
         self.header = header
         if header.context:
             self.context = RequestContext.unpack(header.context)
+        self.turns_of = self.tenant or link
         self.unanswered = unanswered
         unanswered[header.id] = self
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from teimgr import __version__
 from teimgr.engine.job import InferOptions, Input, Job, Output, Pair
 from teimgr.errors import Code, EmptyInput, Internal, InvalidInput, Refused, TeimgrError, error_from_code
+from teimgr.http.turns import TURNS_OF
 from teimgr.observability.request_context import CURRENT
 from teimgr.spec import Kind
 from teimgr.wire.error_bodies import failure
@@ -61,7 +62,8 @@ ScoringRequest = tei_pb2.PredictRequest | tei_pb2.PredictPairRequest | tei_pb2.R
 
 def handle(dispatcher: Dispatcher, call: MethodCall) -> None:
     """Answer `call` by its method, now or later, exactly once."""
-    token = CURRENT.set(call.context)  # inherited by the tasks that a method starts
+    # Inherited by the tasks that a method starts.
+    context, turns = CURRENT.set(call.context), TURNS_OF.set(call.turns_of)
     try:
         method = METHODS.get(call.method)
         if method is None:
@@ -73,7 +75,8 @@ def handle(dispatcher: Dispatcher, call: MethodCall) -> None:
     except Exception as error:
         _fail(dispatcher, call, error)
     finally:
-        CURRENT.reset(token)
+        CURRENT.reset(context)
+        TURNS_OF.reset(turns)
 
 
 def _fail(dispatcher: Dispatcher, call: MethodCall, error: Exception) -> None:

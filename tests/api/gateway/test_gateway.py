@@ -22,7 +22,7 @@ from teimgr.api.gateway import bodies
 from teimgr.api.gateway.bodies import Bodies, ReadBody
 from teimgr.api.gateway.gateway import Gateway, go_duration
 from teimgr.api.gateway.model_cards import CardRows, ModelCards
-from teimgr.api.gateway.model_names import PARSED_BYTES, ModelNames, model_of
+from teimgr.api.gateway.model_names import PARSED_BYTES, ModelNames, ModelScans
 from teimgr.api.gateway.routes import kinds_of
 from teimgr.api.rest.app import create_app
 from teimgr.config.settings import Settings
@@ -32,7 +32,6 @@ from teimgr.http.server import bind, serving
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import InstanceSpec, InstanceView, LoadedModel, RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 from teimgr.wire.frames import MAX_HEAD_BYTES, HttpReply
-from teimgr.wire.gil import StepThread
 from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.router import Router, router_view
 
@@ -52,10 +51,10 @@ async def client(settings: Settings) -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @pytest.fixture(scope="module")
-def scanning() -> Iterator[StepThread]:
-    thread = StepThread("scan")
-    yield thread
-    thread.close()
+def scans() -> Iterator[ModelScans]:
+    made = ModelScans()
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v2/rerank", "/instances/a/embed"])
@@ -85,10 +84,10 @@ async def test_too_long_a_header_is_refused_and_no_defect(client: aiohttp.Client
         (b'{"model": 5}', None),
     ],
 )
-async def test_only_a_key_of_the_outer_object_counts(body: bytes, expected: str | None, scanning: StepThread) -> None:
-    assert await model_of(body, scanning) == expected
-    assert await model_of(body + b" " * PARSED_BYTES, scanning) == expected  # scanned
-    assert await model_of(b"{ }" + body, scanning, 3) == expected
+async def test_only_a_key_of_the_outer_object_counts(body: bytes, expected: str | None, scans: ModelScans) -> None:
+    assert await scans.model_of(body) == expected
+    assert await scans.model_of(body + b" " * PARSED_BYTES) == expected  # scanned
+    assert await scans.model_of(b"{ }" + body, 3) == expected
 
 
 @pytest.mark.parametrize("size", [64 * 1024, 2 * 1024 * 1024])

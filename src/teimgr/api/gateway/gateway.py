@@ -34,7 +34,7 @@ from teimgr.api.gateway.model_cards import (
     vllm_version,
     weaviate_meta,
 )
-from teimgr.api.gateway.model_names import ModelNames, model_of
+from teimgr.api.gateway.model_names import ModelNames, ModelScans
 from teimgr.api.gateway.ollama import OllamaRoutes, known_name
 from teimgr.api.gateway.routes import (
     DIALECT_HEADER,
@@ -55,6 +55,7 @@ from teimgr.errors import Code, Internal, InvalidInput, ModelNotFound, NotLoaded
 from teimgr.http.auth.policy import ANONYMOUS, Caller, caller_of
 from teimgr.http.bodies import SlowClient, compression_fault, has_room, room_for_reply
 from teimgr.http.direct import DirectRequest, answered_directly
+from teimgr.http.turns import TURNS_OF
 from teimgr.observability import catalogue
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import CURRENT, current_tenant
@@ -73,7 +74,6 @@ from teimgr.wire.frames import (
     read_reply,
     request_head,
 )
-from teimgr.wire.gil import StepThread
 from teimgr.wire.routing.directory import Directory
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelStays, as_unloaded, call_when_ready
@@ -144,7 +144,7 @@ class Gateway:
         self.aliases = settings.aliases
         self._names = ModelNames(self._router, lambda: self.aliases)
         self._rows = CardRows(self._cards)
-        self._scanning = StepThread("scan")
+        self._scans = ModelScans()
         self._router.update(directory.snapshot())
         self._unsubscribe = directory.subscribe(self._on_route)
         self._since = int(time.time())
@@ -179,7 +179,7 @@ class Gateway:
     async def close(self) -> None:
         self._unsubscribe()
         await self._router.close()
-        self._scanning.close()
+        self._scans.close()
 
     async def answer(self, call: InferenceCall, request: DirectRequest, caller: Caller) -> HttpReply:
         """The reply to a request of inference, whose body is read as it comes."""
@@ -230,6 +230,7 @@ class Gateway:
         began, status = time.perf_counter(), STATUS[Code.CANCELLED].http
         if (context := CURRENT.get()) is not None:
             context.belongs_to(caller.tenant)
+        TURNS_OF.set(caller.name)
         held, charge = await self._bodies.hold(request_head(head), body, self._bodies.large)
         try:
             names = self._names_for(caller)
@@ -327,7 +328,7 @@ class Gateway:
             return names.lease_instance(named["name"])
         if "model" in named:
             return names.lease(named["model"])
-        model = await model_of(body.payload, self._scanning, body.start)
+        model = await self._scans.model_of(body.payload, body.start)
         if inner in OLLAMA_EMBEDDING:
             if len(body.payload) == body.start:
                 raise InvalidInput("missing request body")

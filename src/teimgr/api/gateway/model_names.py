@@ -1,17 +1,21 @@
-"""`ModelNames`: a name to an instance; similar names for an unknown one. `model_of`: the `model` of a body."""
+"""`ModelNames`: a name to an instance; similar names for an unknown one. `ModelScans`: the `model` of a body."""
 
 from __future__ import annotations
 
 import difflib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 
 import orjson
 
 from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound, ModelNotFound, Stopped, Unavailable
+from teimgr.http.turns import WorkTurns
 from teimgr.models.source import names_a_path, shown_id
 from teimgr.spec import State
 from teimgr.wire.gil import StepThread
-from teimgr.wire.json_scan import text_member
+from teimgr.wire.json_scan import Steps, text_member
 from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.router import Lease, RouterView
 
@@ -156,38 +160,51 @@ def _comparable(given: str, names: Iterable[str]) -> Iterator[str]:
 
 
 # Bodies of more bytes, or lists and objects, are scanned for their model instead of parsed, which holds the GIL: that
-# takes orjson 10 ms at most.
-PARSED_BYTES = 256 * 1024
+# takes orjson 2 ms at most.
+PARSED_BYTES = 64 * 1024
 _PARSED_LISTS = 4096
-# Of such a scan, the steps on the event loop: enough for a body of a few hundred texts. The rest is for a thread.
-_STEPS_ON_LOOP = 16
+# Such a scan begins on the event loop, which suffices for most bodies; what it needs beyond this time is for a thread.
+_ON_LOOP_S = 0.0005
 
 
-async def model_of(body: bytes | bytearray, scanning: StepThread, start: int = 0) -> str | None:
-    """The text under `model` in the JSON object that begins at `start`, or None. Long bodies are for `scanning`.
+class ModelScans:
+    """Finds `model` in bodies, by callers (`TURNS_OF`) in rotation: on the event loop, long ones on a thread."""
 
-    The last of several wins, as in the worker. Malformed JSON may have an answer too: the worker, which parses the
-    whole, refuses it.
+    def __init__(self) -> None:
+        self._turns = WorkTurns()
+        self._thread = StepThread("scan")
 
-    Raises:
-        InvalidInput: `json_scan.MAX_TOKENS` lists, objects and long texts come before it.
-    """
+    def close(self) -> None:
+        self._thread.close()
+
+    async def model_of(self, body: bytes | bytearray, start: int = 0) -> str | None:
+        """The text under `model` in the JSON object that begins at `start`, or None.
+
+        The last of several wins, as in the worker. Malformed JSON may have an answer too: the worker, which parses the
+        whole, refuses it.
+
+        Raises:
+            InvalidInput: `json_scan.MAX_TOKENS` lists, objects and long texts come before it.
+        """
+        steps = text_member(body, "model", start)
+        is_found, model = await self._turns.run(partial(_begun, body, start, steps))
+        return model if is_found else await self._thread.run(steps)
+
+
+def _begun(body: bytes | bytearray, start: int, steps: Steps[str | None]) -> tuple[bool, str | None]:
+    """Whether a body's model is found in a short time, and the model; else some of the steps are taken."""
     if _parses_quickly(body, start):
-        try:
+        with suppress(orjson.JSONDecodeError):
             value = orjson.loads(memoryview(body)[start:])
-        except orjson.JSONDecodeError:
-            pass
-        else:
             model = value.get("model") if isinstance(value, dict) else None
-            return model if isinstance(model, str) else None
-    steps = text_member(body, "model", start)
+            return True, model if isinstance(model, str) else None
+    until = time.perf_counter() + _ON_LOOP_S
     try:
-        for _ in range(_STEPS_ON_LOOP):
+        while time.perf_counter() < until:
             next(steps)
     except StopIteration as end:
-        found: str | None = end.value
-        return found
-    return await scanning.run(steps)
+        return True, end.value
+    return False, None
 
 
 def _parses_quickly(body: bytes | bytearray, start: int) -> bool:

@@ -7,8 +7,10 @@ table with the application's routes.
 
 from __future__ import annotations
 
+import hashlib
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -50,10 +52,16 @@ from teimgr.http.auth.policy import (
 )
 from teimgr.http.auth.sessions import Sessions, is_same_origin
 from teimgr.http.bodies import foreign_page
+from teimgr.http.request_turns import sender_of
 
 READS = ("GET", "HEAD", "OPTIONS")
+# As it is sent: that of a file of the host, each byte written in three. No longer one is matched, which takes long.
+MAX_PATH_BYTES = 12 * 1024
 # Longer paths are not cached, so that callers cannot fill the memory with them.
 _CACHED_PATHS, _CACHED_CHARS = 4096, 256
+# Credentials of which it is known whose they are.
+_MAX_KNOWN, _MAX_CREDENTIAL_BYTES = 4096, 4096
+_CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"cookie"))
 # Every request of a web page that changes something has one of these.
 _OF_PAGES = frozenset((b"origin", b"sec-fetch-site"))
 _KEY_HEADERS = frozenset((b"authorization", b"x-api-key"))
@@ -197,6 +205,8 @@ class RoutePermissions:
 
     def of(self, method: str, path: str, policy: Policy) -> MatchedRoute:
         """What this request requires under `policy`."""
+        if len(path) > MAX_PATH_BYTES:  # it is refused
+            return MatchedRoute(KNOWN)
         match = self._cached if len(path) <= _CACHED_CHARS else self._match
         found = match("GET" if method == "HEAD" else method, path)
         if found.template == "/metrics" and policy.is_certified:
@@ -235,6 +245,21 @@ class Access:
         self._settings = settings
         self._permissions = RoutePermissions(routes)
         self._sessions = sessions
+        self._checked: OrderedDict[bytes, str] = OrderedDict()  # names of keys by digests of credentials
+        policy.subscribe(self._checked.clear)
+
+    def whose(self, scope: Scope) -> Hashable:
+        """Who shares turns of the loop for this request, which is not checked yet: the key whose credentials served
+        before, else the network of the client's address."""
+        given = _credentials(scope)
+        return (None if given is None else self._checked.get(given)) or sender_of(scope)
+
+    def remember(self, scope: Scope, caller: Caller) -> None:
+        """The credentials of this request were checked: they are those of `caller`."""
+        if caller.name and (given := _credentials(scope)) is not None:
+            self._checked[given] = caller.name
+            if len(self._checked) > _MAX_KNOWN:
+                self._checked.popitem(last=False)
 
     def route(self, method: str, path: str) -> MatchedRoute:
         """What a request requires under the policy in force."""
@@ -293,6 +318,12 @@ class Access:
         if not is_same_origin(scope["method"] in READS, _text(headers)):
             raise Forbidden("a session is for the pages of this server alone: send an API key")
         return policy.authenticate_digest(scope.get(CERTIFICATE, NO_CERTIFICATE), self._sessions.key_of(token))
+
+
+def _credentials(scope: Scope) -> bytes | None:
+    """A digest of the fields of a head by which a request may be authenticated; None without them, or of long ones."""
+    given = b"\0".join(value for name, value in scope["headers"] if name in _CREDENTIALS)
+    return hashlib.sha256(given).digest() if 0 < len(given) <= _MAX_CREDENTIAL_BYTES else None
 
 
 def own_names(settings: Settings) -> tuple[str, ...]:

@@ -231,7 +231,7 @@ def _add_middleware(
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
     )
-    app.add_middleware(RequestTurns, refuse=_refusal)
+    app.add_middleware(RequestTurns, refuse=_refusal, whose=access.whose)
     if app.state.settings.ollama_port is not None:
         app.add_middleware(OllamaPort, port=app.state.settings.ollama_port)
     app.add_middleware(Observe, metrics=app.state.metrics, telemetry=telemetry)

@@ -10,7 +10,6 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -95,7 +94,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message = f"No route {request.url.path}{_hint(request)}"
     elif error.status_code == 405:
-        allowed = ", ".join(verb for verb in VERBS if _is_allowed(request, verb))
+        allowed = ", ".join(_allowed(request))
         if request.method == "OPTIONS":  # no preflight, which is answered before
             return Response(headers={"Allow": allowed})
         headers, message = {"Allow": allowed}, f"{request.method} is not allowed here; allowed: {allowed}"
@@ -113,7 +112,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 _NEAR = 0.75  # of 0 to 1, for each part of a path
-_MAX_HINTED_CHARS = 200  # a longer path is not a typing error
+_MAX_HINTED_CHARS = 80  # a longer path is not a typing error, and takes milliseconds to compare
 _FOREIGN_PREFIXES = ("/api", "/api/v1", "/v1", "/v2")
 _GENERATION = ("/completions", "/responses", "/generate", "/chat", "/messages")
 
@@ -144,10 +143,14 @@ def _near_routes(request: Request, path: str) -> Iterator[tuple[float, str]]:
             yield sum(ratios) / len(ratios), "/".join(meant)
 
 
-def _is_allowed(request: Request, verb: str) -> bool:
-    """Whether the request's path has a route for this verb; HEAD goes with GET."""
-    scope: dict[str, Any] = dict(request.scope, method="GET" if verb == "HEAD" else verb)
-    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+def _allowed(request: Request) -> list[str]:
+    """The verbs for which the request's path has a route; HEAD goes with GET."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        methods: set[str] = getattr(route, "methods", None) or set()
+        if not methods <= found and route.matches(request.scope)[0] is not Match.NONE:
+            found |= methods | ({"HEAD"} if "GET" in methods else set())
+    return [verb for verb in VERBS if verb in found]
 
 
 async def _on_invalid_parameters(request: Request, error: Exception) -> Response:

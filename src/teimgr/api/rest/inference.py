@@ -19,6 +19,8 @@ from teimgr.api.rest.access import INFERENCE, Access, MatchedRoute
 from teimgr.api.rest.middleware import Observe, TrustedProxies, has_too_many, path_fault, refused
 from teimgr.errors import Code, Forbidden, Unauthenticated, ValidationError
 from teimgr.http.direct import Answer, DirectReply, DirectRequest
+from teimgr.http.request_turns import sender_of
+from teimgr.http.turns import TURNS_OF
 from teimgr.observability.request_context import CURRENT, REQUEST_ID
 from teimgr.wire.status import STATUS
 
@@ -76,6 +78,7 @@ class Inference:
                 reply = refused(call.path.dialect, error)
             else:
                 context.belongs_to(caller.tenant)
+                TURNS_OF.set(caller.name or sender_of(request.scope))
                 reply = await self._gateway.answer(call, request, caller)
             status = reply.status
         except asyncio.CancelledError:

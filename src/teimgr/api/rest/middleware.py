@@ -19,7 +19,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from teimgr.api.gateway.model_cards import COHERE_CHECKS
 from teimgr.api.gateway.routes import INFO, dialect_of
-from teimgr.api.rest.access import READS, Access
+from teimgr.api.rest.access import MAX_PATH_BYTES, READS, Access
 from teimgr.api.rest.error_answers import VERBS, error_response
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidConfig, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
@@ -143,7 +143,8 @@ class HeadAsGet:
 
 
 class RejectEncodedSeparators:
-    """Rejects an encoded path separator anywhere below /instances/, and an instance's name that is not UTF-8.
+    """Rejects a path longer than `MAX_PATH_BYTES`, an encoded path separator anywhere below /instances/, and an
+    instance's name that is not UTF-8.
 
     Routing works on the decoded path, where `a%2Flogs` would be the log of `a`, and every invalid byte is U+FFFD.
     """
@@ -161,6 +162,8 @@ class RejectEncodedSeparators:
 
 def path_fault(raw: bytes) -> TeimgrError | None:
     """Why a path as it was sent is not valid (`RejectEncodedSeparators`); None if it is."""
+    if len(raw) > MAX_PATH_BYTES:
+        return ValidationError(f"Invalid URL: its path has {len(raw)} bytes, more than {MAX_PATH_BYTES}")
     if not raw.startswith(RejectEncodedSeparators.PREFIX) or b"%" not in raw:
         return None
     name = unquote(raw.removeprefix(RejectEncodedSeparators.PREFIX).partition(b"/")[0].decode("ascii", "replace"))
@@ -190,7 +193,8 @@ class Authentication:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         try:
-            scope[CALLER] = self._access.check(scope, first_headers(scope))
+            caller = scope[CALLER] = self._access.check(scope, first_headers(scope))
+            self._access.remember(scope, caller)
         except (Unauthenticated, Forbidden) as error:
             return await self._refuse(error, scope)(scope, receive, send)
         if scope["method"] not in READS:

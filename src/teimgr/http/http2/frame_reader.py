@@ -6,6 +6,8 @@ import math
 import struct
 from enum import IntEnum
 
+from teimgr.http.turns import REQUEST_UNITS
+
 Payload = bytes | memoryview
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -70,9 +72,8 @@ class ConnectionBroken(Exception):
 RECEIVED_FRAME = 2**18
 # Payloads of DATA beyond this are not copied before the stream takes them.
 _COPIED_BYTES = 4096
-# The cost of frames, in units of some 4 µs: a request is decoded and answered by a task, every byte of a header block
-# may belong to a Huffman string, DATA is copied, SETTINGS may change the window of each stream.
-_REQUEST_UNITS = 24
+# The cost of frames, in units of some 4 µs, beside that of requests: every byte of a header block may belong to a
+# Huffman string, DATA is copied, SETTINGS may change the window of each stream.
 _BLOCK_BYTES_PER_UNIT = 32
 _DATA_BYTES_PER_UNIT = 8192
 _STREAMS_PER_UNIT = 16
@@ -206,7 +207,7 @@ class FrameReader:
     def _cost(self, kind: int, length: int) -> int:
         if kind == SETTINGS:
             return 1 + length // _BLOCK_BYTES_PER_UNIT + self.open_streams // _STREAMS_PER_UNIT
-        return _REQUEST_UNITS + min(self._block_bytes + length, DEFAULT_FRAME) // _BLOCK_BYTES_PER_UNIT
+        return REQUEST_UNITS + min(self._block_bytes + length, DEFAULT_FRAME) // _BLOCK_BYTES_PER_UNIT
 
     def _check_order(self, kind: int, flags: int, number: int) -> None:
         if self._open_block and (kind != CONTINUATION or number != self._open_block):

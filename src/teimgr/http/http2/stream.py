@@ -14,8 +14,8 @@ from teimgr.http.http2.headers import Headers, RequestHead
 
 
 class Connection(Protocol):
-    """What a stream and those that serve it need of its connection; `keep_open` allows it to be idle for long, and with
-    `belongs_to` it shares turns of the loop with the other connections of a caller."""
+    """What a stream and those that serve it need of its connection; `keep_open` allows it to be idle for long. It
+    shares turns of the loop with the other connections of its `caller`, which `belongs_to` sets."""
 
     transport: asyncio.Transport
     caller: Hashable

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from teimgr.errors import DeadlineExceeded, InvalidInput, TooLarge
 from teimgr.http.byte_budget import Charge, UnreadReplies
 from teimgr.http.connection_gate import STALL_S
+from teimgr.http.turns import TURNS_OF, Turns
 from teimgr.wire.frames import Flag
 from teimgr.wire.grpc_core.rpc_table import Rpc
 from teimgr.wire.protobuf import Octets, Slice, varint
@@ -24,23 +25,12 @@ FIRST_MESSAGES = 64
 # Arrow batches are megabytes each: enough to keep a worker busy, few enough to bound the memory.
 ARROW_WINDOW = 4
 
-# Messages of a stream that are processed in one turn of the event loop.
-_MESSAGES_PER_TURN = 32
+# Messages that are processed in one turn of the event loop, of all streams: each costs 5 to 100 µs. Those beyond wait,
+# and callers have their turns in rotation.
+_turns = Turns(64)
 
 # Returns the next message of a request stream, None after the last.
 Receive = Callable[[], Awaitable[Octets | None]]
-
-
-class _Pace:
-    """Lets other tasks run while the messages of a stream are there already; a message costs 5 to 100 µs."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-
-    async def step(self) -> None:
-        self._steps += 1
-        if self._steps % _MESSAGES_PER_TURN == 0:
-            await asyncio.sleep(0)
 
 
 class StreamWindow:
@@ -179,7 +169,6 @@ class StreamPump:
 
     async def _read(self) -> None:
         """Run ahead of the replies as far as the window allows."""
-        pace = _Pace()
         try:
             while True:
                 await self._window.enter()
@@ -188,7 +177,7 @@ class StreamPump:
                 message = await self._receive()
                 if message is None:
                     break
-                await pace.step()
+                await _turns.go_on(TURNS_OF.get())
                 call = await self._start(message, self._rpc.lane if self._rpc.arrow_field else self._window.flags)
                 if call is None:
                     self._window.leave()
@@ -229,9 +218,9 @@ class PairCollector:
             DeadlineExceeded: the next message did not come in time.
             TooLarge: as `add`.
         """
-        is_empty, pace = True, _Pace()
+        is_empty = True
         while True:
-            await pace.step()
+            await _turns.go_on(TURNS_OF.get())
             try:
                 async with asyncio.timeout(message_timeout_s) as limit:
                     message = await receive()
