@@ -32,6 +32,7 @@ _PARTS = {
     "audio_url": "`audio_url` with `url`, a string",
 }
 _MAX_MESSAGES = 3  # of a conversation
+_NOTHING: tuple[Any, ...] = (None, "", [], [{"type": "text", "text": ""}])
 _ONE_MESSAGE = "needs one message with a content, and a system message with an instruction before it at most"
 _OTHER_MARKS = "\n\r\t -_"
 _PLAIN = str.maketrans("-_", "+/", "\n\r\t ")
@@ -66,6 +67,29 @@ class SentContent(NamedTuple):
     images: tuple[SentImage, ...]
     field: str
     instruction: str | None = None
+
+
+class ChatEnd(NamedTuple):
+    """What a request says of the end of its chats, by vLLM's `add_generation_prompt` and `continue_final_message`; None
+    where it says nothing. The chats of the models here end with the open turn of an assistant.
+    """
+
+    prompted: bool | None = None
+    continued: bool | None = None
+
+    def check(self, is_open: bool, where: str) -> None:
+        """Raise BadRequest where the end would be another one; `is_open`: an assistant's empty message is the last."""
+        if is_open and (self.prompted or self.continued is False):
+            message = (
+                "an empty message of an assistant at the end needs continue_final_message, and no generation prompt"
+            )
+        elif not is_open and self.continued:
+            message = "continue_final_message is for an empty message of an assistant at the end"
+        elif not is_open and self.prompted is False:
+            message = "add_generation_prompt: false is not supported: the model reads the open turn of an assistant"
+        else:
+            return
+        raise http.BadRequest(400, f"{where}: {message}", "messages")
 
 
 T = TypeVar("T")
@@ -423,21 +447,21 @@ def is_conversations(messages: Any) -> bool:
     return isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
 
 
-def item_of_conversation(conversation: Any, where: str) -> SentItem:
+def item_of_conversation(conversation: Any, where: str, end: ChatEnd = ChatEnd()) -> SentItem:  # noqa: B008
     """vLLM's: of a conversation the user's content counts; a system message before it is an instruction, and an
     assistant's behind it is empty.
 
     Raises:
-        BadRequest: it is something else, or a conversation has several messages of a user.
+        BadRequest: it is something else, has several messages of a user, or another end.
     """
     if not isinstance(conversation, list) or not all(isinstance(one, dict) for one in conversation[:_MAX_MESSAGES]):
         raise http.BadRequest(400, f"{where}: must be a list of messages", "messages")
     if len(conversation) > _MAX_MESSAGES:
         raise http.BadRequest(400, f"{where}: {_ONE_MESSAGE}", "messages")
-    return _of_conversation(list(enumerate(conversation)), where)
+    return _of_conversation(list(enumerate(conversation)), where, end)
 
 
-def _of_conversation(messages: list[tuple[int, dict[str, Any]]], where: str) -> SentItem:
+def _of_conversation(messages: list[tuple[int, dict[str, Any]]], where: str, end: ChatEnd) -> SentItem:
     instruction: str | None = None
     if len(messages) > 1 and messages[0][1].get("role") == "system":
         at, message = messages.pop(0)
@@ -446,11 +470,15 @@ def _of_conversation(messages: list[tuple[int, dict[str, Any]]], where: str) -> 
             raise http.BadRequest(400, f"{where}.{at}.content: an instruction is a text, and has no images", "messages")
         instruction = given
     last = messages[-1][1] if len(messages) > 1 else {}
-    if last.get("role") == "assistant" and last.get("content") in (None, "", [], [{"type": "text", "text": ""}]):
+    is_open = last.get("role") == "assistant" and last.get("content") in _NOTHING
+    if is_open:
         messages.pop()
     if len(messages) != 1:
         raise http.BadRequest(400, f"{where}: {_ONE_MESSAGE}", "messages")
+    end.check(is_open, where)
     at, message = messages[0]
+    if (role := message.get("role", "user")) != "user":
+        raise http.BadRequest(400, f"{where}.{at}.role: must be user, and is {_shown(role)!r}", "messages")
     return item_of_parts(message.get("content"), f"{where}.{at}.content", instruction)
 
 

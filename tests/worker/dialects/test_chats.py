@@ -82,6 +82,70 @@ async def test_several_images_and_mixed_items_in_one_call(ask: Asking) -> None:
     assert np.abs(both - one).max() > 1e-3
 
 
+async def test_what_clients_of_vllm_say_of_a_chat_that_ends_as_the_models_changes_nothing(ask: Asking) -> None:
+    plain, whole = [user(PART, SAID)], await fused(ask)
+    continued = {"messages": [*plain, ASSISTANT], "continue_final_message": True, "add_special_tokens": True}
+    for body in (
+        {"messages": plain, "add_generation_prompt": True, "chat_template_kwargs": {}, "mm_processor_kwargs": None},
+        {"messages": plain, "padding": "do_not_pad", "add_special_tokens": False},
+        continued,
+        continued | {"add_generation_prompt": False},
+    ):
+        for path, key in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
+            answer = (await ask.post(path, {"model": "chat", **body})).ok
+            assert (np.array(answer["data"][0][key], np.float32) == whole).all()
+
+
+_CHAT: dict[str, Any] = {"messages": [user(PART, SAID)]}
+_CHANGES: list[tuple[dict[str, Any], str]] = [
+    (_CHAT | {"chat_template": "{{ messages }}"}, "chat_template: is not supported"),
+    (_CHAT | {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs: is not supported"),
+    (_CHAT | {"mm_processor_kwargs": {"max_pixels": 1}}, "mm_processor_kwargs: is not supported"),
+    (_CHAT | {"media_io_kwargs": {"image": {"mode": "L"}}}, "media_io_kwargs: is not supported"),
+    (_CHAT | {"instruction": TOLD}, "instruction: is not supported; send it as a system message"),
+    (_CHAT | {"padding": "max_length"}, "padding: max_length is not supported"),
+    (_CHAT | {"add_generation_prompt": False}, "messages: add_generation_prompt: false is not supported"),
+    (_CHAT | {"continue_final_message": True}, "messages: continue_final_message is for an empty message"),
+    ({"messages": [[user(PART), ASSISTANT]], "continue_final_message": False}, "messages.0: an empty message of an"),
+    ({"messages": [user(PART), ASSISTANT], "add_generation_prompt": True}, "messages: an empty message of an"),
+    *(
+        ({"messages": [{"role": role, "content": "x"}]}, f"messages.0.role: must be user, and is '{role}'")
+        for role in ("assistant", "system", "tool", "banana", None)
+    ),
+    ({"messages": [[user(SAID)], [{"role": "tool", "content": "x"}]]}, "messages.1.0.role: must be user"),
+    (_CHAT | {"input": "a"}, "messages: contradict `input`"),
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+@pytest.mark.parametrize(("body", "said"), _CHANGES, ids=range(len(_CHANGES)))
+async def test_what_would_change_a_chat_is_refused_by_name(
+    ask: Asking, path: str, body: dict[str, Any], said: str
+) -> None:
+    told = await ask.post(path, {"model": "chat", **body})
+    assert told.status == 400, told
+    assert said in told.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/rerank", {"query": TEXT, "documents": [{"content": [PART]}]}),
+        ("/rerank", {"query": {"content": [PART]}, "documents": ["a"]}),
+        ("/score", {"text_1": TEXT, "text_2": [{"content": [PART]}]}),
+    ],
+    ids=["documents", "query", "score"],
+)
+@pytest.mark.parametrize("name", ["mm_processor_kwargs", "media_io_kwargs", "chat_template", "chat_template_kwargs"])
+async def test_what_would_change_a_score_of_images_is_refused_by_name(
+    ask: Asking, path: str, body: dict[str, Any], name: str
+) -> None:
+    told = await ask.post(path, {"model": "judge", **body, name: {"max_pixels": 1}})
+    assert told.status == 400, told
+    assert f"{name}: is not supported" in told.body.decode()
+    assert (await ask.post(path, {"model": "judge", **body, name: None})).status == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
@@ -150,6 +214,25 @@ async def test_documents_with_images_are_ranked_by_the_rerankers_scores(ask: Ask
     assert len(set(expected)) == 3
     plain = (await ask.post(path, {"model": "judge", "query": TEXT, "documents": DOCUMENTS[:1]})).ok
     assert plain["results"][0]["relevance_score"] == pytest.approx(expected[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank", "/vllm/rerank"])
+@pytest.mark.parametrize("row", range(3))
+async def test_one_document_of_vllms_is_a_list_of_one(ask: Asking, path: str, row: int) -> None:
+    body = {"model": "judge", "query": TEXT, "return_documents": True}
+    one = (await ask.post(path, body | {"documents": DOCUMENTS[row]})).ok["results"]
+    assert one == (await ask.post(path, body | {"documents": [DOCUMENTS[row]]})).ok["results"]
+    if row and path in ("/rerank", "/vllm/rerank"):  # as vLLM's server writes it
+        assert one[0]["document"] == {"text": None, "multi_modal": DOCUMENTS[row]["content"]}
+    else:
+        assert one[0]["document"] in ({"text": DOCUMENTS[0]}, DOCUMENTS[row])
+
+
+async def test_infinitys_document_is_a_text_or_left_out(ask: Asking) -> None:
+    body = {"model": "judge", "query": TEXT, "documents": [{"image": URI}, {"text": "a"}], "return_documents": True}
+    results = sorted((await ask.post("/infinity/rerank", body)).ok["results"], key=lambda one: one["index"])
+    assert "document" not in results[0]
+    assert results[1]["document"] == "a"
 
 
 async def test_teis_rerank_has_the_same_scores(ask: Asking) -> None:

@@ -47,6 +47,32 @@ async def test_a_page_has_one_matrix_bit_for_bit_in_every_form(ask: Asking) -> N
     assert answer["usage"] == {"input_tokens": len(page), "images": 1}
 
 
+def chat(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+async def test_vllms_pooling_takes_pages_as_messages(ask: Asking) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": one}} for one in URIS]
+    page = await matrix(ask, 0)
+    for more in ({}, {"task": "token_embed"}, {"encoding_format": "base64"}):
+        answer = (await ask.post("/pooling", {"model": "pages", "messages": chat(parts[0]), **more})).ok
+        [one] = answer["data"]
+        data = one["data"] if isinstance(one["data"], list) else np.frombuffer(base64.b64decode(one["data"]), "<f4")
+        assert (one["object"], one["index"], answer["object"]) == ("pooling", 0, "list")
+        assert (np.array(data, np.float32).reshape(page.shape) == page).all()
+        assert answer["usage"]["prompt_tokens"] == len(page)
+    text = {"type": "text", "text": TEXT}
+    several = (await ask.post("/pooling", {"model": "pages", "messages": [chat(parts[0]), chat(text)]})).ok["data"]
+    assert (np.array(several[0]["data"], np.float32) == page).all()
+    assert np.allclose(several[1]["data"], await of_query(ask), atol=1e-6)
+    texts = (await ask.post("/pooling", {"model": "dense", "messages": [chat(text), chat(text)]})).ok["data"]
+    assert np.allclose([one["data"] for one in texts], await ask.vectors("dense", [TEXT] * 2), atol=1e-6)
+    image = np.array(await ask.own_port("clip", "/embed", {"inputs": [TYPED[0]]}), np.float32)
+    for more in ({}, {"task": "embed"}):
+        pooled = (await ask.post("/pooling", {"model": "clip", "messages": chat(parts[0]), **more})).ok["data"]
+        assert (np.array(pooled[0]["data"], np.float32) == image[0]).all()
+
+
 async def test_patches_of_a_page_are_told(ask: Asking) -> None:
     asked = {"inputs": [TYPED[0], TEXT], "patches": True}
     page, query = (await ask.post("/instances/pages/embed_all", asked)).ok
@@ -154,6 +180,16 @@ async def test_sies_score_of_a_query_against_pages(ask: Asking) -> None:
     assert answer["usage"]["images"] == len(FILES)
 
 
+async def test_sies_score_takes_an_image_as_its_query(ask: Asking) -> None:
+    items = [{"id": "page", "images": [{"data": PLAIN[1]}]}, {"id": "text", "text": TEXT}]
+    answer = (await ask.post("/v1/score/clip", {"query": {"images": [{"data": PLAIN[1]}]}, "items": items})).ok
+    first, second = answer["scores"]
+    assert (first["item_id"], first["score"]) == ("page", pytest.approx(1.0, abs=1e-5))
+    vectors = await ask.own_port("clip", "/embed", {"inputs": [TYPED[1], {"type": "text", "value": TEXT}]})
+    assert second["score"] == pytest.approx(float(np.dot(*vectors)), abs=1e-5)
+    assert answer["usage"]["images"] == 2
+
+
 IMAGE = {"data": PLAIN[0]}
 
 
@@ -168,6 +204,10 @@ IMAGE = {"data": PLAIN[0]}
         ("/v1/rerank", {"model": "reranker", "query": "a", "documents": DOCUMENTS["Jina"]}, "only text is supported"),
         ("/v1/rerank", {"model": "pages", "query": "a", "documents": ["b", *DOCUMENTS["Jina"]]}, "send an image"),
         ("/embed", {"model": "pages", "inputs": [TYPED[0]]}, "one vector per text"),
+        ("/pooling", {"model": "dense", "messages": chat(DOCUMENTS["vLLM"][0]["content"][0])}, "only text is"),
+        ("/pooling", {"model": "judge", "messages": chat({"type": "text", "text": "a"})}, "send `input`"),
+        ("/pooling", {"model": "pages", "messages": chat(), "truncate_prompt_tokens": 9}, "is not for requests with"),
+        ("/pooling", {"model": "pages", "messages": chat({"type": "video_url"})}, "messages.0.content.0: only parts"),
         ("/instances/reranker/rerank", {"query": "a", "texts": TYPED}, "texts.0.data: only text is supported"),
         ("/instances/pages/rerank", {"query": "a", "texts": [{"type": "image", "data": "!"}]}, "`texts.0.data`"),
         ("/instances/clip/rerank", {"query": {"type": "video"}, "texts": ["a"]}, "query.type: 'video' is not served"),

@@ -346,7 +346,7 @@ async def test_pairs_are_cut_in_the_document(ask: Asking) -> None:
         ),
         ("/pooling", {"model": "dense", "input": "a fox", "truncate_prompt_tokens": 0}, 400, "at least 1"),
         ("/pooling", {"model": "dense", "input": "a fox", "truncate_prompt_tokens": 2}, 400, "no token"),
-        ("/pooling", {"model": "dense", "messages": [{"role": "user", "content": "a"}]}, 400, "input: is missing"),
+        ("/pooling", {"model": "dense"}, 400, "input: is missing"),
         ("/embeddings", {"model": "dense", "input": "a", "modality": "image"}, 400, "input.0: only text is supported"),
     ],
 )

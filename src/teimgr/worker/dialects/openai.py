@@ -52,6 +52,60 @@ _NOT_SERVED = {
     "chunk_size": "is not supported",
 }
 
+_NOT_BESIDE_IMAGES = ("mm_processor_kwargs", "media_io_kwargs", "chat_template", "chat_template_kwargs")
+
+
+class MediaOptions(http.LenientBody):
+    """vLLM's fields that change how images and chats are read, none of which is supported: refused beside these."""
+
+    mm_processor_kwargs: Annotated[Any, Field(description="not supported beside images")] = None
+    media_io_kwargs: Annotated[Any, Field(description="not supported beside images")] = None
+    chat_template: Annotated[Any, Field(description="not supported beside images")] = None
+    chat_template_kwargs: Annotated[Any, Field(description="not supported beside images")] = None
+
+    def refuse_beside_images(self) -> None:
+        """Raises BadRequest for a field that would change what the model reads."""
+        for name in _NOT_BESIDE_IMAGES:
+            if getattr(self, name):
+                message = f"{name}: is not supported: images are prepared, and chats written, as the model's files say"
+                raise http.BadRequest(400, message, name)
+
+
+class ChatRequest(MediaOptions):
+    """vLLM's `messages` in place of an input, and what it says of chats."""
+
+    messages: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    padding: Literal["max_length", "do_not_pad"] | None = None
+    instruction: Any = None
+
+    def refuse_beside_images(self) -> None:
+        super().refuse_beside_images()
+        if self.instruction:
+            message = "instruction: is not supported; send it as a system message before the user's"
+            raise http.BadRequest(400, message, "instruction")
+
+    async def chats(self, inference: http.HttpInference, given: Any, limit: int) -> list[images.SentItem]:
+        """The item of each conversation; `given` is the input beside them.
+
+        Raises:
+            TooManyInputs: there are more than `limit`.
+            BadRequest: there is an input, a field is not supported, or what `images.item_of_conversation` raises.
+        """
+        if given is not None:
+            raise http.BadRequest(400, f"messages: {_NOT_SERVED['messages']}", "messages")
+        self.refuse_beside_images()
+        end = images.ChatEnd(self.add_generation_prompt, self.continue_final_message)
+        if not inference.served.model.fused:  # and has no chat, whose end it could be
+            end = images.ChatEnd()
+        elif self.padding == "max_length":
+            raise http.BadRequest(400, "padding: max_length is not supported: the model reads no padding", "padding")
+        read = partial(images.item_of_conversation, end=end)
+        if images.is_conversations(self.messages):
+            return await images.built(inference, self.messages, "messages", read, limit)
+        return [read(self.messages, "messages")]
+
 
 class OpenAIEmbeddingsRequest(http.LenientBody):
     """What to embed: a text, texts, token ids, or lists of token ids."""
@@ -162,18 +216,17 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
         if type(self) is not OpenAIItemsRequest:  # whose images have no characters
             input_checks.need_inputs(inputs, "`input` cannot be an empty string or an empty array")
         how = self.in_base64, self.precision
-        if self.input is not None:  # a conversation has its own
+        if self.input is not None or not served.model.fused:  # a chat has its own
             input_checks.need_special_tokens(inputs, self.add_special_tokens)
         encode = partial(embedding_list, self.model or served.name, *how, big=self.endianness == "big")
         truncates = dialect != VLLM and served.spec.auto_truncate
         return http.JobSpec(inputs, self.options(served, truncates), encode, BATCH_LIMIT)
 
 
-class OpenAIItemsRequest(OpenAIEmbeddingsRequest):
+class OpenAIItemsRequest(ChatRequest, OpenAIEmbeddingsRequest):
     """A request with images: Jina's objects, vLLM's messages, or Infinity's modality."""
 
     input: Any = None
-    mm_processor_kwargs: Any = None
 
     @field_validator("input", mode="before")
     @classmethod
@@ -182,16 +235,9 @@ class OpenAIItemsRequest(OpenAIEmbeddingsRequest):
 
     async def items(self, inference: http.HttpInference) -> list[images.SentItem]:
         """Texts and images; raises TooManyInputs, BadRequest: something is neither, or the input is missing."""
-        if self.mm_processor_kwargs:
-            message = "mm_processor_kwargs: is not supported: images are prepared as the model's files say"
-            raise http.BadRequest(400, message, "mm_processor_kwargs")
         if self.messages is not None:
-            if self.input is not None:
-                raise http.BadRequest(400, f"messages: {_NOT_SERVED['messages']}", "messages")
-            if images.is_conversations(self.messages):
-                read = images.item_of_conversation
-                return await images.built(inference, self.messages, "messages", read, BATCH_LIMIT)
-            return [images.item_of_conversation(self.messages, "messages")]
+            return await self.chats(inference, self.input, BATCH_LIMIT)
+        self.refuse_beside_images()
         given = self.input if isinstance(self.input, list) else [self.input]
         return await images.built(inference, given, "input", self._item, BATCH_LIMIT)
 

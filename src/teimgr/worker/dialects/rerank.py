@@ -25,7 +25,7 @@ from teimgr.wire.error_bodies import failure
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, input_checks
-from teimgr.worker.dialects.openai import text_of_object
+from teimgr.worker.dialects.openai import MediaOptions, text_of_object
 from teimgr.worker.dialects.truncation import Side, Tokens, fitted_documents
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100
@@ -40,13 +40,20 @@ def _text_of_query(given: Any) -> Any:
     return text_of_object(given, "query") if isinstance(given, dict) else given
 
 
-class RerankRequest(http.LenientBody):
+def _listed(given: Any) -> Any:
+    """vLLM's one document, a text or an object with `content`, as a list of one."""
+    return [given] if isinstance(given, str) or (isinstance(given, dict) and "content" in given) else given
+
+
+class RerankRequest(MediaOptions):
     """A query, and the documents to rank by relevance to it."""
 
     model: http.ModelName = None
     query: Annotated[str, BeforeValidator(_text_of_query), Field(description="a text, or an object with `text`")]
     documents: Annotated[
-        list[Document], Field(description="texts, or objects with `text` (or what `rank_fields` names)")
+        list[Document],
+        BeforeValidator(_listed),
+        Field(description="texts, or objects with `text` (or what `rank_fields` names); or one, in vLLM's words"),
     ]
     top_n: Annotated[http.U32 | None, Field(description="how many to answer with; absent or 0: all")] = None
     return_documents: bool | None = None
@@ -181,6 +188,7 @@ async def _rank_items(inference: http.HttpInference, body: RerankRequest, form: 
     """
     if body.truncate_prompt_tokens is not None or body.max_tokens_per_doc is not None:
         raise http.BadRequest(400, "truncate_prompt_tokens, max_tokens_per_doc: are not for requests with images")
+    body.refuse_beside_images()
     items = await images.built(inference, body.documents, "documents", _item)
     query, *inputs = await images.read_all(inference, [_item(body.query, "query"), *items], first=-1)
     if not inputs:
@@ -248,22 +256,31 @@ def _union(version: str, ranking: Ranking) -> dict[str, Any]:
 
 
 def _vllm(ranking: Ranking) -> dict[str, Any]:
+    """vLLM's form, in which the parts of a content are `multi_modal`."""
+    results = _results(ranking)
+    for result in results:
+        if isinstance(parts := result.get("document", {}).get("content"), list):
+            result["document"] = {"text": None, "multi_modal": parts}
     return {
         "id": http.new_id("rerank"),
         "model": ranking.model,
         "usage": http.usage(ranking.tokens),
-        "results": _results(ranking),
+        "results": results,
     }
 
 
 def _infinity(ranking: Ranking) -> dict[str, Any]:
-    """Infinity's form, but for `document`: it is left out unless asked for, as clients fail at a null there."""
+    """Infinity's form, but for `document`, a text: it is left out unless asked for, and of a document without a text,
+    as clients fail at a null there.
+    """
     results: list[dict[str, Any]] = []
     for row in ranking.rows:
         result: dict[str, Any] = {"relevance_score": ranking.scores[row], "index": row}
         if ranking.documents is not None:
             document = ranking.documents[row]
-            result["document"] = document if isinstance(document, str) else str(document.get("text"))
+            text = document if isinstance(document, str) else document.get("text")
+            if isinstance(text, str):
+                result["document"] = text
         results.append(result)
     return {
         "object": "rerank",

@@ -145,9 +145,8 @@ async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpRep
     body = await _read(inference, request, SieScoreRequest)
     input_checks.need_no_instruction(inference.served.model, body.instruction)
     _check_options(body.options or {})
-    asked = _item if inference.served.model.fused else _text
     items = await images.built(inference, body.items, "items", _item)
-    query, *inputs = await images.read_all(inference, [asked(body.query, "query"), *items], first=-1)
+    query, *inputs = await images.read_all(inference, [_item(body.query, "query"), *items], first=-1)
     input_checks.need_texts(inputs, "items")
     served = inference.served
     truncate, instruction = served.spec.auto_truncate, body.instruction

@@ -101,7 +101,7 @@ class VllmScoreRequest(VllmRequest):
         raise http.BadRequest(400, f"{names[0]}: is missing (or {', '.join(names[1:])})", names[0])
 
 
-class VllmScoreItemsRequest(VllmScoreRequest):
+class VllmScoreItemsRequest(openai.MediaOptions, VllmScoreRequest):
     """Contents of texts and images in the places of texts."""
 
     queries: Any = None
@@ -158,6 +158,16 @@ class VllmPoolingRequest(VllmRequest):
     normalize: bool | None = None
     dimensions: Annotated[http.U32 | None, Field(description="leading dimensions to keep")] = None
     pool_factor: http.PoolFactor = 1.0
+    messages: Annotated[
+        Any,
+        Field(description="in place of `input`, for embed and token_embed: as in /v1/embeddings"),
+    ] = None
+
+
+class VllmPoolingChatRequest(openai.ChatRequest, VllmPoolingRequest):
+    """A conversation, or several, of texts and images to pool."""
+
+    input: Any = None
 
 
 async def _score(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
@@ -183,6 +193,7 @@ async def _score_items(inference: http.HttpInference, request: HttpRequest) -> H
     input_checks.need_no_instruction(inference.served.model, body.instruction)
     if body.truncate_prompt_tokens is not None:
         raise http.BadRequest(400, "truncate_prompt_tokens: is not for requests with images", "truncate_prompt_tokens")
+    body.refuse_beside_images()
     queries, documents = await body.contents(inference)
     read = await images.read_all(inference, [*queries, *documents])
     first, second = read[: len(queries)], read[len(queries) :]
@@ -221,21 +232,44 @@ async def _classify(inference: http.HttpInference, request: HttpRequest) -> Http
 
 
 async def _pooling(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
-    body = await inference.read(request, VllmPoolingRequest)
+    try:
+        body = await inference.read(request, VllmPoolingRequest)
+    except http.BadRequest:
+        if not await inference.mentions(request, b'"messages"'):
+            raise
+        chats = await inference.read(request, VllmPoolingChatRequest)
+        return await _pool(inference, chats, await _inputs_of_chats(inference, chats))
+    if body.messages:
+        raise http.BadRequest(400, "messages: contradict `input`; send one of the two", "messages")
     inputs = await fitted(inference, inference.inputs(body.input), body.truncate_prompt_tokens, left=body.left)
-    if body.encoding_format in BINARY_FORMATS:
-        [job] = await inference.jobs([partial(_pooling_job, body, inputs)])
-        head = {"id": http.new_id("pool"), "created": http.unix_time(), "model": body.model or inference.served.name}
-        head["usage"] = http.usage(job.tokens)
-        how = (body.encoding_format, body.embed_dtype, body.endianness)
-        rows = list(_rows(job, job.options, inference.served))
-        return await inference.dispatcher.off_loop(binary_reply, rows, head, *how)
-    return await inference.respond(partial(_pooling_job, body, inputs))
+    return await _pool(inference, body, inputs)
+
+
+async def _inputs_of_chats(inference: http.HttpInference, body: VllmPoolingChatRequest) -> list[EngineInput]:
+    if body.messages is None:
+        raise http.BadRequest(400, "input: is missing (or messages)", "input")
+    if body.truncate_prompt_tokens is not None:
+        raise http.BadRequest(400, "truncate_prompt_tokens: is not for requests with images", "truncate_prompt_tokens")
+    kinds = (Kind.EMBEDDING, Kind.MULTI_VECTOR)
+    input_checks.need_kind(inference.served.model, kinds, "pooling of `messages`: send `input`")
+    return await images.read_all(inference, await body.chats(inference, body.input, http.MAX_INPUTS))
+
+
+async def _pool(inference: http.HttpInference, body: VllmPoolingRequest, inputs: list[EngineInput]) -> HttpReply:
+    if body.encoding_format not in BINARY_FORMATS:
+        return await inference.respond(partial(_pooling_job, body, inputs))
+    [job] = await inference.jobs([partial(_pooling_job, body, inputs)])
+    head = {"id": http.new_id("pool"), "created": http.unix_time(), "model": body.model or inference.served.name}
+    head["usage"] = http.usage(job.tokens)
+    how = (body.encoding_format, body.embed_dtype, body.endianness)
+    rows = list(_rows(job, job.options, inference.served))
+    return await inference.dispatcher.off_loop(binary_reply, rows, head, *how)
 
 
 def _pooling_job(body: VllmPoolingRequest, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
     input_checks.need_texts(inputs, "input")
-    input_checks.need_special_tokens(inputs, body.add_special_tokens)
+    if body.input is not None or not served.model.fused:  # a chat has its own
+        input_checks.need_special_tokens(inputs, body.add_special_tokens)
     output = _output(body.task, served)
     if body.dimensions is not None and output is not Output.DENSE:
         raise http.BadRequest(400, "dimensions: is for task embed alone", "dimensions")
