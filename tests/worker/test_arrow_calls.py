@@ -26,6 +26,7 @@ from tests.support.models import (
 from tests.support.worker_process import Connect, WorkerLink, WorkerProcess, arrow, embed_request, table
 
 from teimgr.errors import Code, InvalidInput
+from teimgr.wire.arrow_inputs import InputKind
 from teimgr.wire.frames import Method
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
@@ -515,7 +516,7 @@ def test_rows_of_files_are_read_no_further_than_somebody_waits_for_them() -> Non
         if len(read) == 2:
             raise InvalidInput("nobody waits")
 
-    rows = SimpleNamespace(inputs=[b"0", b"1", b"2"], refused={})
+    rows = SimpleNamespace(kind=InputKind.IMAGE, inputs=[b"0", b"1", b"2"], refused={})
     with pytest.raises(InvalidInput, match="nobody waits"):
         arrow_calls._inputs_of(SimpleNamespace(engine=engine), rows, go_on)
     assert read == [b"0", b"1"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -245,6 +245,7 @@ class InputBatches:
     `refused` has the error of each invalid input, by row; `inputs` has None there.
     """
 
+    kind: InputKind
     inputs: Sequence[RowInput]
     rows: list[int]
     keys: Keys
@@ -262,8 +263,10 @@ def read_inputs(
     kind: InputKind | None = None,
     key_columns: Sequence[str] = (),
     go_on: GoOn = lambda: None,
+    files: Collection[InputKind] = FILES,
 ) -> InputBatches:
-    """Decode and fully validate the columns of inputs and keys; without a `kind`, the column names determine it.
+    """Decode and fully validate the columns of inputs and keys; without a `kind`, the columns determine it: one of
+    files counts where its kind is among `files`, what the model reads.
 
     `check_rows` is called with their number before anything is decoded, `go_on` again and again; both may raise.
 
@@ -279,29 +282,40 @@ def read_inputs(
         schema = reader.schema
         names = schema.names
         keys = [_position(names, name) for name in key_columns]
-        kind = kind or _kind_by_names(names)
+        kind = kind or _kind_of(schema, files)
         sources = [_source(schema, names, name) for name in _names(names, kind)]
     batches = _columns(ipc, reader, [*keys, *sources], go_on)
     columns = [[batch[position] for batch in batches] for position in sources]
     inputs, refused = _inputs(kind, columns, limit_bytes)
     go_on()
     kept = Keys([schema.field(at) for at in keys], [[batch[at] for at in keys] for batch in batches])
-    return InputBatches(inputs, [len(column) for column in columns[0]], kept, refused)
+    return InputBatches(kind, inputs, [len(column) for column in columns[0]], kept, refused)
 
 
 def has_files(ipc: bytes | memoryview, column: str) -> bool:
     """Whether a stream has files in a column of this name; raises InvalidInput: it is not an IPC stream."""
     with _refusing():
-        schema = _opened(ipc).schema
-        return any(name == column and is_images(schema.field(at).type) for at, name in enumerate(schema.names))
+        return _holds_files(_opened(ipc).schema, column)
 
 
-def _kind_by_names(names: list[str]) -> InputKind:
+def _holds_files(schema: pa.Schema, column: str) -> bool:
+    return any(name == column and is_images(schema.field(at).type) for at, name in enumerate(schema.names))
+
+
+def _kind_of(schema: pa.Schema, files: Collection[InputKind]) -> InputKind:
+    names = schema.names
     if "input_ids" in names:
         return InputKind.IDS
-    if (file := next((kind for kind in FILES if kind.value in names), None)) is not None:
-        return file
-    return InputKind.PAIR if "query" in names or "text_pair" in names else InputKind.TEXT
+    has_texts = "text" in names
+    named = [kind for kind in FILES if kind.value in names]
+    for kind in named:
+        if kind in files and (not has_texts or _holds_files(schema, kind.value)):
+            return kind
+    if "query" in names or "text_pair" in names:
+        return InputKind.PAIR
+    if named and not has_texts:
+        raise InvalidInput(f"The model reads no {named[0].value} files, and no column is named `text`")
+    return InputKind.TEXT
 
 
 def _names(names: list[str], kind: InputKind) -> tuple[str, ...]:

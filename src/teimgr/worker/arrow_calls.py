@@ -166,12 +166,13 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     options = infer_options(message, model)
     form = infer_form(message, options)
     kind = _known("input", message.input, _INPUTS, "0 to 3")
+    files = [one for one in FILES if one.value in model.modalities]
     key_columns = list(dict.fromkeys(message.key_columns))  # a stream's first options come with every message
     if taken := set(key_columns) & set(column_names(options.outputs)):
         raise InvalidInput(f"Key columns may not be called {sorted(taken)}: columns of the answer are")
 
     def read(ipc: bytes | memoryview, limits: _Limits) -> ReadTable:
-        batches = read_inputs(ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns, limits.go_on)
+        batches = read_inputs(ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns, limits.go_on, files)
         inputs = _inputs_of(dispatcher, batches, limits.go_on)
         limits.check_held(max_token_bytes(model, options.outputs, inputs))
 
@@ -194,12 +195,14 @@ def _inputs_of(dispatcher: Dispatcher, batches: InputBatches, go_on: Callable[[]
     found: list[Input] = []
     for row, item in enumerate(batches.inputs):
         go_on()
-        found.append(_input(dispatcher, item, row, batches.refused))
+        found.append(_input(dispatcher, batches.kind, item, row, batches.refused))
     return found
 
 
-def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, InvalidInput]) -> Input:
-    """A row as the engine takes it; None, and an error in `refused`, for a file that is neither an image nor a sound.
+def _input(
+    dispatcher: Dispatcher, kind: InputKind, item: RowInput, row: int, refused: dict[int, InvalidInput]
+) -> Input:
+    """A row as the engine takes it; None, and an error in `refused`, for a file that is not of the table's kind.
 
     Raises:
         WrongModelKind: there is a file, and the model takes no image or no sound.
@@ -210,10 +213,9 @@ def _input(dispatcher: Dispatcher, item: RowInput, row: int, refused: dict[int, 
     if not isinstance(file, bytes):
         return file
     try:
-        is_sound = "audio" in dispatcher.engine.info.modalities
         if text is not None and not dispatcher.engine.info.fused:
-            raise InvalidInput(_ONE_AT_A_TIME.format(column="audio" if is_sound else "image"))
-        if is_sound:
+            raise InvalidInput(_ONE_AT_A_TIME.format(column=kind.value))
+        if kind is InputKind.AUDIO:
             return dispatcher.engine.sound(file)
         picture = dispatcher.engine.picture(file)
     except InvalidInput as error:

@@ -13,6 +13,8 @@ from tests.support.models.dual_encoders import file_of as picture_file
 from tests.support.models.dual_encoders import noise, sound, sound_file
 from tests.worker.dialects.dialect_client import Asking
 
+from teimgr.errors import TeimgrError
+
 FILES = [sound_file(sound(seconds, seed), "FLAC", "PCM_16") for seed, seconds in enumerate((0.5, 3.0))]
 PLAIN = [base64.b64encode(one).decode() for one in FILES]
 URIS = [f"data:audio/flac;base64,{one}" for one in PLAIN]
@@ -89,6 +91,29 @@ async def test_a_column_of_arrow_has_errors_by_row(ask: Asking) -> None:
     assert cut is None
     assert "FLAC file is truncated" in answer["error"][1].as_py()
     assert np.allclose(text, expected[2], atol=1e-6)
+
+
+async def test_a_column_of_files_counts_where_the_model_reads_such(ask: Asking) -> None:
+    picture = base64.b64decode(PICTURE)
+    table = pa.table({"text": [TEXT], "image": [picture], "audio": [FILES[0]]})
+    async with ask.daemon.async_client() as client:
+
+        async def vector(table: pa.Table, instance: str) -> np.ndarray:
+            answer = await client.infer(table, instance=instance)
+            assert answer["error"].null_count == len(answer)
+            return np.array(answer["dense"][0].as_py(), np.float32)
+
+        for given in (table, table.set_column(1, "image", pa.array(["http://a/b.png"]))):
+            assert np.allclose(await vector(given, "dense"), (await ask.vectors("dense", [TEXT]))[0], atol=1e-6)
+        expected = await vectors(ask)
+        assert (await vector(table.drop(["text"]), "clap") == expected[0]).all()
+        image = await ask.own_port("clip", "/embed", {"inputs": [{"type": "image", "data": PICTURE}]})
+        assert (await vector(table.drop(["text"]), "clip") == np.array(image[0], np.float32)).all()
+        for column, instance in (("audio", "clip"), ("image", "clap"), ("image", "dense")):
+            with pytest.raises(TeimgrError, match=f"reads no {column} files, and no column is named `text`"):
+                await client.infer(pa.table({column: [picture]}), instance=instance)
+        with pytest.raises(TeimgrError, match="Column `image` must be of image files"):
+            await client.infer(pa.table({"image": ["http://a/b.png"]}), instance="clip")
 
 
 @pytest.mark.parametrize(
