@@ -350,9 +350,14 @@ def test_a_broken_text_at_the_end_of_megabytes_is_found_in_linear_time() -> None
         (b'{"input":[' + b"12345," * MAX_VALUES + b"0]}", f"more than {MAX_VALUES} values"),
         (b'{"input":[[' + b"1," * (MAX_VALUES // 2) + b"0],[" + b"1," * (MAX_VALUES // 2) + b"0]]}", "values"),
         (b"{" + b"".join(b'"%d":0,' % n for n in range(MAX_CONTAINERS)) + b'"a":0}', f"{MAX_CONTAINERS} members"),
-        (b'{"input":"' + b"a" * MAX_TEXT_BYTES + b'b"}', f"a text of more than {MAX_TEXT_BYTES} bytes"),
+        (b'{"input":"' + b"a" * MAX_TEXT_BYTES + b'b"}', f"a text of more than {MAX_TEXT_BYTES} bytes in `input`"),
+        (
+            b'{"a":[1],"inputs":[[2],{"type":"image","data":"' + b"a" * MAX_TEXT_BYTES + b'b"}]}',
+            "in `inputs.1.data`: in base64 a file may have 6 MiB",
+        ),
+        (b'{"inputs":[1,{},"' + b"a" * MAX_TEXT_BYTES + b'b"]}', "in `inputs.2`: in base64"),
     ],
-    ids=["ids", "lists of ids", "members", "text"],
+    ids=["ids", "lists of ids", "members", "text", "file", "element"],
 )
 def test_what_takes_long_to_free_or_to_join_is_refused(text: bytes, refusal: str) -> None:
     with pytest.raises(InvalidInput, match=refusal):

@@ -13,6 +13,7 @@ from tests.support.measures import held_s
 from teimgr.errors import InvalidInput
 from teimgr.wire import msgpack_pieces
 from teimgr.wire.json_scan import MAX_CONTAINERS, MAX_TEXT_BYTES, MAX_VALUES
+from teimgr.wire.msgpack_pieces import MAX_BINARY_BYTES
 
 VALUES: tuple[Any, ...] = (
     {"items": [{"text": "ä" * 300_000, "id": "x"}, {"text": b"\x00" * 70_000}], 7: [1.5, None, True, -(2**40)]},
@@ -47,13 +48,25 @@ def test_what_is_no_msgpack_is_refused(body: bytes) -> None:
         ([[[0]] * (MAX_CONTAINERS // 2), [[0]] * (MAX_CONTAINERS // 2)], f"more than {MAX_CONTAINERS} lists"),
         ([[0] * (MAX_VALUES // 2), [0] * (MAX_VALUES // 2)], f"more than {MAX_VALUES} values"),
         (dict.fromkeys(range(MAX_CONTAINERS + 1), 0), f"more than {MAX_CONTAINERS} members"),
-        ({"text": "a" * (MAX_TEXT_BYTES + 2 * 2**16)}, f"a text of more than {MAX_TEXT_BYTES} bytes"),
+        (
+            {"items": [{}, {"text": "a" * (MAX_TEXT_BYTES + 2 * 2**16)}]},
+            f"a text of more than {MAX_TEXT_BYTES} bytes in `items.1.text`: in base64 a file may have 6 MiB",
+        ),
+        (
+            {"items": [{"images": [{"data": bytes(MAX_BINARY_BYTES + 2 * 2**16)}]}]},
+            f"bytes of more than {MAX_BINARY_BYTES} in `items.0.images.0.data`",
+        ),
     ],
-    ids=["lists", "values", "members", "text"],
+    ids=["lists", "values", "members", "text", "bytes"],
 )
 def test_what_takes_long_to_free_or_to_join_is_refused(value: Any, refusal: str) -> None:
     with pytest.raises(InvalidInput, match=refusal):
         msgpack_pieces.loads(msgpack.packb(value))
+
+
+def test_the_bytes_of_a_file_may_be_longer_than_a_text() -> None:
+    value = {"data": bytes(MAX_BINARY_BYTES)}
+    assert msgpack_pieces.loads(msgpack.packb(value)) == value
 
 
 @pytest.mark.parametrize("loads", [msgpack_pieces.loads, msgpack_pieces.loads_small])

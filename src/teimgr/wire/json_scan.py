@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cache
 from io import BytesIO
 from json import JSONDecodeError
@@ -258,6 +258,7 @@ MAX_CONTAINERS = 50_000
 MAX_VALUES = 1_000_000
 # Of one text. It is joined in one call, of 32 MB where one character needs four bytes; no model reads this many.
 MAX_TEXT_BYTES = 8 * 2**20
+_SHOWN_KEY = 64
 LONG_TEXT = f"a text of more than {MAX_TEXT_BYTES} bytes"
 _MAX_DEPTH = 1024  # of lists and objects, as orjson's
 # A piece with more brackets than this is counted without those in its strings.
@@ -322,6 +323,21 @@ def decoded(text: AnyText, max_values: int = MAX_VALUES) -> Steps[Any]:
 
 def too_large(what: str) -> InvalidInput:
     return InvalidInput(f"The body has {what}")
+
+
+def long_value(steps: Iterable[object], most_bytes: int = MAX_TEXT_BYTES) -> InvalidInput:
+    """The refusal of a text, or of bytes, of more than `most_bytes`, which may be a file; `steps` lead to it."""
+    place = ".".join(map(_shown_step, steps))
+    what = LONG_TEXT if most_bytes == MAX_TEXT_BYTES else f"bytes of more than {most_bytes}"
+    return too_large(
+        f"{what} in `{place}`: in base64 a file may have 6 MiB; send a smaller image or sound, or a column of files by "
+        "gRPC"
+    )
+
+
+def _shown_step(step: object) -> str:
+    """An index, or the beginning of a key; of a key of another type, in msgpack, its name."""
+    return step[:_SHOWN_KEY] if isinstance(step, str) else str(step) if type(step) is int else type(step).__name__
 
 
 class _Decoder:
@@ -483,7 +499,11 @@ class _Decoder:
         if end > len(text):
             raise _malformed("unexpected end of data", len(text))
         if end - at > self._reading.max_text_bytes:
-            raise too_large(LONG_TEXT)
+            last = len(self._open) - 1  # a list has its element only once that is read or opened
+            raise long_value(
+                key if isinstance(one, dict) else len(one) - (depth < last)
+                for depth, (one, key) in enumerate(self._open)
+            )
         pieces: list[str] = []
         at += 1
         while at < end - 1:

@@ -16,6 +16,7 @@ from teimgr.wire import json_scan
 from teimgr.wire.gil import free
 from teimgr.wire.json_scan import MAX_CONTAINERS, MAX_TEXT_BYTES, MAX_VALUES
 
+MAX_BINARY_BYTES = 20 * 2**20  # those of an image or a sound, copied in one call of some milliseconds
 _PIECE_BYTES = 64 * 1024
 _MAX_DEPTH = 1024
 # Heads of lists and maps with more than 15 elements. The library allocates what they announce, of which nothing need
@@ -24,6 +25,7 @@ _LONG_HEADS = (b"\xdc", b"\xdd", b"\xde", b"\xdf")
 _FEW_LONG_HEADS = 16
 _FIXED_MAPS, _FIXED_LISTS = range(0x80, 0x90), range(0x90, 0xA0)
 _MAPS, _LISTS = frozenset((*_FIXED_MAPS, 0xDE, 0xDF)), frozenset((*_FIXED_LISTS, 0xDC, 0xDD))
+_BINARIES = frozenset((0xC4, 0xC5, 0xC6))
 _NO_KEY = object()
 
 
@@ -44,7 +46,7 @@ def loads(body: bytes | bytearray | memoryview) -> Any:
     Raises:
         ValueError: it is not msgpack, or lists and maps announce more elements than the body has bytes.
         InvalidInput: it has more than `MAX_CONTAINERS` lists and maps or members of one map, more than `MAX_VALUES`
-            values, or a text of more than `MAX_TEXT_BYTES`.
+            values, a text of more than `MAX_TEXT_BYTES`, or bytes of more than `MAX_BINARY_BYTES`.
     """
     reader = _Reader(memoryview(body))
     try:
@@ -82,6 +84,7 @@ class _Reader:
         self._body = body
         self._fed = 0
         self._containers = self._values = 0
+        self._stack: list[_Open] = []
         size = max(len(body), 1)
         self._unpacker = msgpack.Unpacker(
             raw=False, strict_map_key=False, max_buffer_size=size, max_array_len=size, max_map_len=size
@@ -89,14 +92,14 @@ class _Reader:
 
     def whole(self) -> Any:
         """The value of the whole body; what was read of one that is refused is freed in parts."""
-        stack: list[_Open] = []
         try:
-            return self._whole(stack)
+            return self._whole()
         except Exception:
-            free(*(one.container for one in stack))
+            free(*(one.container for one in self._stack))
             raise
 
-    def _whole(self, stack: list[_Open]) -> Any:
+    def _whole(self) -> Any:
+        stack = self._stack
         while True:
             value, count = self._next()
             if count:
@@ -130,7 +133,7 @@ class _Reader:
             count = self._read(self._unpacker.read_array_header)
             self._announced(count)
             return [], count
-        return self._read(self._unpacker.unpack), 0
+        return self._read(self._unpacker.unpack, MAX_BINARY_BYTES if head in _BINARIES else MAX_TEXT_BYTES), 0
 
     def _announced(self, values: int) -> None:
         """Count a list or map, before anything is allocated for what it announces: each value has a byte at least."""
@@ -143,15 +146,16 @@ class _Reader:
         if self._values > MAX_VALUES:
             raise json_scan.too_large(f"more than {MAX_VALUES} values")
 
-    def _read(self, read: Callable[[], Any]) -> Any:
+    def _read(self, read: Callable[[], Any], most_bytes: int = MAX_TEXT_BYTES) -> Any:
         while True:
             try:
                 return read()
             except msgpack.OutOfData:
                 if self._fed >= len(self._body):
                     raise ValueError("Unpack failed: incomplete input") from None
-                if self._fed - self._unpacker.tell() > MAX_TEXT_BYTES:
-                    raise json_scan.too_large(json_scan.LONG_TEXT) from None
+                if self._fed - self._unpacker.tell() > most_bytes:
+                    place = (one.key if isinstance(one.container, dict) else len(one.container) for one in self._stack)
+                    raise json_scan.long_value(place, most_bytes) from None
                 self._unpacker.feed(self._body[self._fed : self._fed + _PIECE_BYTES])
                 self._fed += _PIECE_BYTES
 
