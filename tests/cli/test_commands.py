@@ -144,6 +144,12 @@ def test_texts_of_arguments_stdin_and_files_are_embedded(run: Run, tmp_path: Pat
     file = tmp_path / "texts.txt"
     file.write_text("one text\n" * 40)
     assert len(run("embed", file, "-i", "static").out.splitlines()) == 40
+    picture = tmp_path / "0.PNG"
+    assert "-o" not in run("embed", picture, "-i", "static").err
+    picture.write_bytes(b"")
+    told = run("embed", picture, "-i", "static")
+    assert f"{picture}: this text is embedded, and not the file of that name: use -o" in told.err
+    assert len(told.out.splitlines()) == 1
 
 
 def test_a_file_is_embedded_into_a_file(run: Run, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -49,8 +50,8 @@ def embed(
         list[str],
         typer.Argument(
             metavar="TEXT|-|FILE",
-            help="Texts; `-`: the lines of stdin; with -o a file: .parquet, .jsonl, .csv, .txt or .arrow, a .pdf, or "
-            "a folder of images, PDF documents or sounds.",
+            help="Texts; `-`: the lines of stdin; with -o a file: .parquet, .jsonl, .csv, .txt or .arrow, an image, a "
+            ".pdf, a sound, or a folder of these.",
             show_default=False,
         ),
     ],
@@ -98,10 +99,20 @@ def embed(
         return _embed_file(server, output, texts, out, instance, choices, expect_fingerprint)
     rest = server.connection.rest_client(server.timeout_s, expect_fingerprint)
     name = chosen(rest, instance, _EMBEDDING)
+    _warn_of_files(output, texts)
     for piece in _pieces(_lines_or(texts)):
         for vector in _asked(rest, name, "embed", {"inputs": piece, **_given(options)}):
             _show_vector(output, vector)
     return ExitStatus.OK
+
+
+def _warn_of_files(output: CommandOutput, texts: Sequence[str]) -> None:
+    """Say which texts are the paths of images, documents or sounds, which may be meant."""
+    for path in filter(os.path.isfile, texts):
+        from teimgr.client.corpus.image_files import is_file_to_embed
+
+        if is_file_to_embed(Path(path)):
+            output.note(f"{path}: this text is embedded, and not the file of that name: use -o OUTPUT for the file")
 
 
 def _embed_file(

@@ -135,7 +135,26 @@ def test_a_column_of_files_is_read_some_rows_at_a_time(
     assert has_files(pack_texts(batches[0].column("text")), "image")
 
 
-def test_a_column_image_of_strings_is_not_taken_for_texts(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"image": ["https://example.com/a.png"]}), tmp_path / "a.parquet")
-    with pytest.raises(InvalidConfig, match="no column 'text'"):
+@pytest.mark.parametrize(("suffix", "write"), [(".parquet", pq.write_table), (".arrow", _arrow)])
+def test_a_dictionary_of_files_is_a_column_of_files(
+    suffix: str, write: Callable[[pa.Table, Path], None], tmp_path: Path
+) -> None:
+    files = pa.array([b"\xff0", b"\xff1", None, b"\xff0"])
+    write(pa.table({"image": files.dictionary_encode()}), tmp_path / f"a{suffix}")
+    source = open_source(tmp_path / f"a{suffix}")
+    [batch] = source.batches(0, 10)
+    assert (source.text_column, source.has_files, batch["text"].type) == ("image", True, pa.binary())
+    assert batch["text"].to_pylist() == files.to_pylist()
+
+
+def test_a_dictionary_of_numbers_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": pa.array([1]).dictionary_encode()}), tmp_path / "a.parquet")
+    with pytest.raises(InvalidConfig, match="'text' holds int64, not strings or files"):
+        open_source(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("cells", [["https://example.com/a.png"], [[b"file"]]], ids=["string", "list"])
+def test_a_column_image_of_other_things_is_not_taken_for_texts_or_files(tmp_path: Path, cells: list[Any]) -> None:
+    pq.write_table(pa.table({"image": cells}), tmp_path / "a.parquet")
+    with pytest.raises(InvalidConfig, match=r"no column 'text'; .*'image' holds (string|list.*), not files"):
         open_source(tmp_path / "a.parquet")

@@ -28,6 +28,11 @@ _PATH, _PAGE = "path", "page"
 _PIECE_BYTES = 4 << 20
 
 
+def is_file_to_embed(path: Path) -> bool:
+    """Whether a path is named as an image, a PDF document or a sound."""
+    return any(path.suffix.lower() in suffixes for suffixes in SUFFIXES.values())
+
+
 class FolderSource(TextSource):
     """The images, or the sounds, of a folder and of those in it, in the order of their paths, which are the column
     `path` of the output.

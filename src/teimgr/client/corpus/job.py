@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from teimgr.client.clients import Client
 from teimgr.client.corpus import outputs
-from teimgr.client.corpus.image_files import PDF, FolderSource
+from teimgr.client.corpus.image_files import FolderSource, is_file_to_embed
 from teimgr.client.corpus.outputs import PartialOutput, discard
 from teimgr.client.corpus.sources import MAX_FILE_BYTES, TEXT, FileKind, TextSource, open_source
 from teimgr.client.payloads import space_of
@@ -160,7 +160,7 @@ def _opened(
     source: Path, text_column: str | None, keep: Sequence[str] | None, files_of_model: Callable[[], FileKind]
 ) -> tuple[TextSource, FileKind | None]:
     """The rows of a file or folder, and what kind of files they have, None of texts."""
-    if source.is_dir() or source.suffix.lower() == PDF:
+    if source.is_dir() or is_file_to_embed(source):
         files = files_of_model()
         return FolderSource(source, text_column, keep, files), files
     texts = open_source(source, text_column, keep)

@@ -84,17 +84,22 @@ class TextSource(ABC):
         for name in (self.text_column, *self.keep):
             if (times := schema.names.count(name)) != 1:
                 found = f"{times} columns" if times else "no column"
-                raise InvalidConfig(f"{self.path}: {found} {name!r}; there are {', '.join(schema.names)}")
-        found = schema.field(self.text_column).type
+                others = "".join(
+                    f"; {one!r} holds {schema.field(one).type}, not files"
+                    for one in _FILES
+                    if name == TEXT and schema.names.count(one) == 1
+                )
+                raise InvalidConfig(f"{self.path}: {found} {name!r}; there are {', '.join(schema.names)}{others}")
+        found = _value_type(schema.field(self.text_column).type)
         if is_images(found):
             self.has_files, self.labels = True, ()
-        elif found not in _STRINGS and not pa.types.is_dictionary(found):
+        elif found not in _STRINGS:
             raise InvalidConfig(f"{self.path}: the column {self.text_column!r} holds {found}, not strings or files")
         return pa.schema([_without_dictionaries(schema.field(name)) for name in self.keep])
 
     def _batch(self, texts: Any, kept: Sequence[Any], faults: Any = None) -> pa.RecordBatch:
         if self.has_files:
-            texts, faults = _files_of(texts)
+            texts, faults = _files_of(texts.cast(_value_type(texts.type)))
         elif texts.type not in (pa.utf8(), pa.large_utf8()):
             texts = texts.cast(pa.large_utf8())
         faults = faults if faults is not None else pa.nulls(len(texts), pa.utf8())
@@ -106,11 +111,15 @@ class TextSource(ABC):
         return self._batch(batch.column(self.text_column), [batch.column(name) for name in self.keep])
 
 
+def _value_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
 def _without_dictionaries(field: pa.Field) -> pa.Field:
     """The field with values in place of dictionaries, of which each batch may have another one."""
     kind = field.type
     if pa.types.is_dictionary(kind):
-        return field.with_type(kind.value_type)
+        return field.with_type(_value_type(kind))
     if pa.types.is_struct(kind):
         return field.with_type(pa.struct([_without_dictionaries(each) for each in kind]))
     if pa.types.is_map(kind):
@@ -150,7 +159,7 @@ def _default_column(kind: Any, path: Path) -> str:
     if kind in (ParquetSource, ArrowSource):
         schema = kind.schema(path)
         if TEXT not in schema.names:
-            held = [name for name in _FILES if name in schema.names and is_images(schema.field(name).type)]
+            held = [name for name in _FILES if name in schema.names and is_images(_value_type(schema.field(name).type))]
             return held[0] if held else TEXT
     return TEXT
 
