@@ -63,6 +63,48 @@ def test_an_image_has_one_vector_however_it_is_given(daemon: DaemonProcess, tmp_
         assert client.embed_images(paths[0], instance="clip", dimensions=8).shape == (1, 8)
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+def test_an_image_of_pillow_has_the_vector_of_its_file(daemon: DaemonProcess, tmp_path: Path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    noise(90, 60).save(tmp_path / "turned.jpg", exif=turned)
+    noise(90, 60).save(tmp_path / "turned.png", exif=turned)
+    noise(90, 60).convert("CMYK").save(tmp_path / "cmyk.jpg")
+    noise(1600, 1500).save(tmp_path / "photograph.jpg")  # 7.2 MB as PNG
+    with daemon.client() as client:
+        for path in tmp_path.iterdir():
+            expected = client.embed_images(path, instance="clip")
+            with Image.open(path) as image:
+                assert np.array_equal(client.embed_images(image, instance="clip"), expected), path
+                if "photograph" not in path.name:
+                    image.load()
+                    assert np.array_equal(client.embed_images(image, instance="clip"), expected), path
+        for mode in ("YCbCr", "LAB", "HSV", "RGBX", "RGBa", "PA"):
+            image = noise(20, 20).convert("RGBA").convert("RGBa") if mode == "RGBa" else Image.new(mode, (20, 20))
+            expected = client.embed_images(image.convert("RGBA" if mode in ("RGBa", "PA") else "RGB"), instance="clip")
+            assert np.array_equal(client.embed_images(image, instance="clip"), expected), mode
+        with Image.open(tmp_path / "photograph.jpg") as image:
+            image.draft("RGB", (400, 400))
+            assert image.size == (800, 750)
+            drafted = client.embed_images(image, instance="clip")
+            assert np.array_equal(client.embed_images(image.copy(), instance="clip"), drafted)
+
+
+def test_an_image_that_cannot_be_sent_is_named_with_the_way_out(daemon: DaemonProcess, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.png"
+    cut.write_bytes(file_of(noise(90, 60))[:-600])
+    wide = noise(1600, 1500)
+    with daemon.client() as client, Image.open(cut) as broken:
+        for image, said in (
+            (broken, "truncated"),
+            (Image.new("F", (9, 9)), "cannot write mode F as PNG"),
+            (wide, r"has 7,2\d\d,\d{3} bytes as PNG, and 6,291,456 are allowed .* send a JPEG file"),
+            (file_of(wide), r"has 7,2\d\d,\d{3} bytes, and 6,291,456 are allowed"),
+        ):
+            with pytest.raises(ValidationError, match=rf"images\[1\]: .*{said}"):
+                client.embed_images([noise(4, 4), image], instance="clip")
+
+
 def test_info_tells_what_a_model_embeds(daemon: DaemonProcess) -> None:
     with daemon.client() as client:
         told = {name: client.info(instance=name) for name in ("clip", "chat")}
@@ -168,7 +210,11 @@ def test_the_images_of_a_folder_and_of_a_column_are_embedded_into_a_file(daemon:
         expected = client.embed_images(files, instance="clip")
         done = embed_file(client, folder, tmp_path / "v.parquet", instance="clip")
         of_table = embed_file(client, tmp_path / "a.parquet", tmp_path / "w.parquet", instance="clip")
+        embed_file(client, folder / "b" / "c.png", tmp_path / "x.parquet", instance="clip")
     found, column = (pq.read_table(tmp_path / name) for name in ("v.parquet", "w.parquet"))
+    alone = pq.read_table(tmp_path / "x.parquet")
+    assert alone["path"].to_pylist() == ["c.png"]
+    assert np.allclose(alone["embedding"].to_pylist(), expected[1:2], atol=1e-6)
     assert found["path"].to_pylist() == names
     assert np.allclose(found["embedding"].to_pylist()[:2], expected[:2], atol=1e-6)
     assert found["embedding"][2].as_py() is None

@@ -18,8 +18,12 @@ from teimgr.client.inference_calls import RpcCalls
 from teimgr.client.rest import RestCalls
 from teimgr.client.values import Vectors
 from teimgr.errors import TeimgrError, ValidationError
+from teimgr.wire.json_scan import MAX_TEXT_BYTES
 
 _REQUEST_BYTES = 4 * 2**20  # of files; in base64 a third more
+_MAX_FILE_BYTES = MAX_TEXT_BYTES // 4 * 3  # in base64 the longest text of a request
+# What is written in place of modes that no PNG has. 32 bits, `I` and `F`, have no known range.
+_PNG_MODES = {**dict.fromkeys(("CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB"), "RGBa": "RGBA", "PA": "RGBA"}
 _REQUEST_IMAGES = 8  # the default limit of an instance is 32
 
 
@@ -48,11 +52,12 @@ class ImageCalls(RpcCalls, RestCalls):
     ) -> Vectors:
         """One vector per image, float32 [n, dim], in the space of the model's texts; one image gives one row.
 
-        An image is the bytes of a file, a path, or an image of Pillow, which is sent as PNG. Several images go in one
+        An image is the bytes of a file, a path, or an image of Pillow, which is sent as PNG, turned as its EXIF says,
+        or as it is in its file if that is a JPEG of which nothing has read the pixels. Several images go in one
         request, `in_flight` requests at a time. The first failure cancels the rest; its message names the image.
 
         Raises:
-            ValidationError: An image has another type, or a file cannot be read.
+            ValidationError: An image has another type, cannot be read or written as PNG, or more than 6 MiB as a file.
         """
         check_options(options, ImageOptions)
         is_one = isinstance(images, (bytes, str, PathLike)) or not isinstance(images, Sequence)
@@ -93,15 +98,51 @@ class ImageCalls(RpcCalls, RestCalls):
 
 
 def _file_of(image: Image, name: str) -> bytes:
+    """The file of an image.
+
+    Raises:
+        ValidationError: it has another type, cannot be read or written, or is too large for a request; with its name.
+    """
     if isinstance(image, bytes):
-        return image
-    if isinstance(image, (str, PathLike)):
-        try:
-            return Path(image).read_bytes()
-        except OSError as error:
-            raise ValidationError(f"{name}: {error}") from error
-    if not callable(getattr(image, "save", None)):
+        file = image
+    elif not isinstance(image, (str, PathLike)) and not callable(getattr(image, "save", None)):
         raise ValidationError(f"{name}: must be bytes, a path or an image of Pillow, and is {type(image).__name__}")
+    else:
+        try:
+            file = Path(image).read_bytes() if isinstance(image, (str, PathLike)) else _file_of_pillow(image)
+        except (OSError, ValueError, SyntaxError) as error:  # Pillow's errors of a broken file
+            raise ValidationError(f"{name}: {error}") from error
+    if len(file) > _MAX_FILE_BYTES:
+        form = " as PNG" if not isinstance(image, (bytes, str, PathLike)) and file.startswith(b"\x89PNG") else ""
+        raise ValidationError(
+            f"{name}: has {len(file):,} bytes{form}, and {_MAX_FILE_BYTES:,} are allowed in a request: send a JPEG "
+            "file, by its path or bytes, a smaller image, or a column `image` by `infer`"
+        )
+    return file
+
+
+def _file_of_pillow(image: Savable) -> bytes:
+    """The file that Pillow has opened, where it is a JPEG whose pixels nothing has read or changed: as PNG it would
+    have several times its bytes. Of any other image a PNG, turned as its EXIF says.
+
+    Raises:
+        OSError, ValueError, SyntaxError: it cannot be read, or no PNG has its mode.
+    """
+    opened: Any = image
+    pending = getattr(opened, "tile", None)  # emptied when the pixels are read
+    drafted = getattr(opened, "decoderconfig", None) != ()
+    if getattr(opened, "format", None) == "JPEG" and pending and not drafted:
+        place = opened.fp.tell()
+        opened.fp.seek(0)
+        file: bytes = opened.fp.read()
+        opened.fp.seek(place)
+        return file
+    if hasattr(opened, "getexif"):
+        from PIL import ImageOps  # whoever has such an image has Pillow
+
+        opened = ImageOps.exif_transpose(opened)
+        if (mode := _PNG_MODES.get(opened.mode)) is not None:
+            opened = opened.convert(mode)
     written = io.BytesIO()
-    image.save(written, format="PNG")
+    opened.save(written, format="PNG")
     return written.getvalue()
