@@ -138,7 +138,7 @@ def _file_of_pillow(image: Savable) -> bytes:
         opened.fp.seek(place)
         return file
     if hasattr(opened, "getexif"):
-        from PIL import ImageOps  # whoever has such an image has Pillow
+        from PIL import ImageOps  # a caller with such an image has Pillow
 
         opened = ImageOps.exif_transpose(opened)
         if (mode := _PNG_MODES.get(opened.mode)) is not None:
