@@ -34,7 +34,7 @@ from teimgr.observability.memory import collect_garbage_rarely
 from teimgr.wire import arrow_tables, frames
 from teimgr.wire.arrow_inputs import read_inputs, read_texts
 from teimgr.wire.frames import HttpRequest, Timings
-from teimgr.wire.gil import free
+from teimgr.wire.gil import StepThread, free
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.quantisation import Precision
@@ -240,7 +240,11 @@ def _rerank(body: bytes) -> object:
 
 
 def _model(body: bytes) -> object:
-    return asyncio.run(model_of(body))
+    scanning = StepThread("scan")
+    try:
+        return asyncio.run(model_of(body, scanning))
+    finally:
+        scanning.close()
 
 
 def _msgpack_cases() -> Iterator[Case]:
@@ -286,6 +290,8 @@ def _protobuf_cases() -> Iterator[Case]:
         make = of(_id_table, count, each)
         yield Case(f"Arrow, {count:,} lists of ids", 16 * _MIB, make, _read_ids)
     yield Case("protobuf, rerank of many texts", _GRPC, _rerank_message, _rerank_parsed)
+    yield Case("protobuf, rerank of long texts", _GRPC, _long_rerank_message, _rerank_parsed)
+    yield Case("protobuf, a long pair", 16 * _MIB - 4096, _pair_message, _pair)
 
 
 def _id_table(count: int, each: int, size: int) -> bytes:
@@ -329,8 +335,20 @@ def _rerank_message(size: int) -> bytes:
     return tei_pb2.RerankRequest(query="a", texts=["b" * (size // 60_000)] * 60_000).SerializeToString()
 
 
+def _long_rerank_message(size: int) -> bytes:
+    return tei_pb2.RerankRequest(query="a", texts=["\U0001f600" * (size // 128)] * 32).SerializeToString()
+
+
+def _pair_message(size: int) -> bytes:
+    return tei_pb2.PredictPairRequest(inputs=["\U0001f600" * (size // 8)] * 2).SerializeToString()
+
+
+def _pair(payload: bytes) -> object:
+    return list(parsed(tei_pb2.PredictPairRequest, payload).inputs)
+
+
 def _rerank_parsed(payload: bytes) -> object:
-    return list(parsed(tei_pb2.RerankRequest, payload, 2**16).texts)
+    return [text for text in parsed(tei_pb2.RerankRequest, payload, 2**16).texts]  # noqa: C416
 
 
 def _control_cases() -> Iterator[Case]:

@@ -15,7 +15,7 @@ from teimgr.wire.frames import Flag, Method
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import UNCOUNTED_BYTES, varint
-from teimgr.worker.calls import MethodCall, WorkerCall, lane_of, max_token_bytes, parsed
+from teimgr.worker.calls import MethodCall, WorkerCall, _stops_of_pieces, lane_of, max_token_bytes, parsed
 from teimgr.worker.limiter import CallLimiter
 
 
@@ -328,6 +328,25 @@ def test_what_the_library_parses_is_counted_from_64_kib_on() -> None:
     parsed(tei_pb2.EmbedRequest, b"\x7a\x80\x80\x40" + bytes(2**20))
     with pytest.raises(InvalidInput, match="more than 5 fields"):
         parsed(tei_pb2.EmbedRequest, empty * (UNCOUNTED_BYTES // 2 + 1), 5)
+
+
+@pytest.mark.parametrize("size", [100, 3 * 2**20, 7 * 2**20])
+def test_a_large_message_is_parsed_in_pieces_of_whole_fields(size: int) -> None:
+    """One call held the GIL for 32 ms where 40 MiB of emoji are 32 texts."""
+    given = tei_pb2.RerankRequest(
+        query="\U0001f327" * 30_000, texts=["fog" * (size // 3), "", "rain"] * 4, truncate=True
+    )
+    given.truncation_direction = tei_pb2.TRUNCATION_DIRECTION_LEFT
+    payload = given.SerializeToString() + b"\x18\x00"  # the last `truncate` counts
+    given.truncate = False
+
+    assert parsed(tei_pb2.RerankRequest, payload) == given
+    assert parsed(tei_pb2.RerankRequest, bytearray(payload)) == given
+    stops = _stops_of_pieces(tei_pb2.RerankRequest, payload, 4096)
+    assert stops[-1] == len(payload)
+    assert max(np.diff([0, *stops])) <= 2 * 2**20 + size + 9
+    with pytest.raises(InvalidInput, match="Malformed tei"):
+        parsed(tei_pb2.RerankRequest, payload + b"\x12\x01\xff")
 
 
 def test_a_large_table_is_a_view_of_its_message() -> None:

@@ -232,24 +232,41 @@ def parsed(kind: type[MessageT], payload: Slice, most_fields: int = MAX_FIELDS) 
         InvalidInput: it is malformed, or larger than 64 KiB with more than `most_fields` fields or as many bytes of
             packed numbers, or has a text of more than `MAX_TEXT_BYTES`.
     """
-    if len(payload) > UNCOUNTED_BYTES:
-        _check_sizes(kind, payload, most_fields)
+    stops = _stops_of_pieces(kind, payload, most_fields) if len(payload) > UNCOUNTED_BYTES else [len(payload)]
     try:
-        return kind.FromString(cast(bytes, payload))  # or a bytearray; a view would be copied
+        if len(stops) <= 1:
+            return kind.FromString(cast(bytes, payload))  # or a bytearray; a view would be copied
+        message, begin = kind(), 0
+        for stop in stops:
+            message.MergeFromString(bytes(payload[begin:stop]))
+            begin = stop
+        return message
     except DecodeError as error:
         raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
-def _check_sizes(kind: type[Message], payload: Slice, most_fields: int) -> None:
-    """Check that protobuf's parser, which holds the GIL until it is done, will not take long."""
+# Of fields that protobuf's parser reads in one call, which holds the GIL: 8 ms at most for one text beyond it.
+_PIECE_BYTES = 2 * 2**20
+
+
+def _stops_of_pieces(kind: type[Message], payload: Slice, most_fields: int) -> list[int]:
+    """Where the pieces end that protobuf's parser is given, once no call of it will take long.
+
+    To merge the pieces of a message, each of whole fields, gives the message.
+    """
     least = min(most_fields, MAX_TEXT_BYTES)
+    stops, begin = [], 0
     for number, _, start, end in scan(payload, most_fields):
+        if end - begin > _PIECE_BYTES:
+            stops.append(end)
+            begin = end
         if (size := end - start) <= least or (field := kind.DESCRIPTOR.fields_by_number.get(number)) is None:
             continue
         if field.type == field.TYPE_STRING and size > MAX_TEXT_BYTES:
             raise too_large(LONG_TEXT)
         if field.is_packed and size > most_fields:
             raise InvalidInput(f"`{field.name}` has {size} bytes of numbers, more than {most_fields}")
+    return stops if begin == len(payload) else [*stops, len(payload)]
 
 
 def _named_lane(flags: int) -> Lane | None:
