@@ -23,6 +23,7 @@ from teimgr.control.launch.process_handle import look_up
 from teimgr.control.ledger.ledger import Place
 from teimgr.control.placement.gpus import Inventory
 from teimgr.control.placement.hosts import Host
+from teimgr.control.supervision import manager as manager_module
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.store import parse
 from teimgr.errors import (
@@ -659,3 +660,17 @@ async def test_calls_at_the_same_time_have_no_more_instances_made_and_none_of_an
     assert sorted(models.values()) == ["a/model", "b/model"]
     assert [models.get(str(name)) for name in answers[:2] + answers[4:6]] == ids[:2] * 2
     assert all(isinstance(each, MaxInstancesReached) for each in answers[2:4] + answers[6:])
+
+
+async def test_series_of_deleted_instances_stay_for_the_last_ones_alone(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_module, "_DELETED_KEPT", 2)
+    fleet = fleets()
+    await fleet.manager.boot()
+    for name in ("a", "b", "a", "c", "d"):
+        await fleet.create(name=name)
+        await fleet.manager.delete(name)
+    page = await fleet.metrics.page()
+    (deleted,) = [samples for family, samples in page.items() if family is catalogue.DELETED]
+    assert {each.labels["instance"]: each.value for each in deleted} == {"c": 1, "d": 1}

@@ -70,6 +70,10 @@ class ModelTask:
         self.task.result()
 
 
+# Of downloads that failed, as callers choose the ids.
+_ERRORS_KEPT = 1000
+
+
 class ModelTasks:
     """At most one `ModelTask` per model: entered and removed without an await in between, so two cannot overlap."""
 
@@ -130,6 +134,8 @@ class ModelTasks:
             log.warning("model work failed", extra={**fields, "reason": error.message})
             if task.status is ModelStatus.DOWNLOADING:
                 self._download_errors[model_id] = error.message
+                if len(self._download_errors) > _ERRORS_KEPT:
+                    del self._download_errors[next(iter(self._download_errors))]
         elif error is not None:
             log.error("model work ended by a defect", exc_info=error, extra=fields)
         if task.progress is not None:

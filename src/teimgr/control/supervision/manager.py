@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 
 _NAME_CHARS = 64
 _MADE_BY, _A_CALL = "made_by", "call"  # the tag of instances that calls have had made
+# Deleted instances that metrics still have series of.
+_DELETED_KEPT = 1000
 _MADE_FOR = "made_for"  # the tag with the badge of their key
 ADOPTION_LIMIT_S = 2.0
 """How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
@@ -113,6 +115,7 @@ class Manager:
         if leaving is not None:
             leaving.subscribe(self._leave_host)
         crash_reports = CrashReports(settings.log_dir / "crashes")
+        self._deleted: dict[str, None] = {}  # the last ones, the newest last
         self._records = FleetRecords(self._planner, events or EventLog(), metrics, crash_reports)
         self._context = SupervisorContext(
             policy=RestartPolicy(
@@ -707,7 +710,18 @@ class Manager:
             with suppress(OSError):  # such as a full disk, for which no call is refused
                 await asyncio.to_thread(set_log_aside, self._settings.log_dir, name)
         self._records.metrics.count(catalogue.DELETED, "(by calls)" if is_by_call else name)
+        self._keep_few_series(name)
         return view
+
+    def _keep_few_series(self, deleted: str) -> None:
+        """Drop the series of an instance that was deleted long ago, as callers choose the names."""
+        self._deleted.pop(deleted, None)
+        self._deleted[deleted] = None
+        if len(self._deleted) > _DELETED_KEPT:
+            oldest = next(iter(self._deleted))
+            del self._deleted[oldest]
+            if oldest not in self._instances:
+                self._records.metrics.drop(oldest)
 
     def _forget(self, name: str, instance: ManagedInstance) -> None:
         del self._instances[name]
