@@ -19,7 +19,15 @@ from tests.support.fleet import LIMIT_S, Fleet
 from tests.support.polling import eventually
 
 from teimgr.control.launch.process_handle import look_up
-from teimgr.errors import InstanceNotFound, InvalidGpuId, TeimgrError, UpdateFailed, UpdateInProgress, ValidationError
+from teimgr.errors import (
+    InstanceNotFound,
+    InvalidGpuId,
+    TeimgrError,
+    Unavailable,
+    UpdateFailed,
+    UpdateInProgress,
+    ValidationError,
+)
 from teimgr.spec import InstanceSpec, InstanceView, RouteEntry, State
 
 Fleets = Callable[..., Fleet]
@@ -505,6 +513,17 @@ async def test_a_change_that_ends_by_itself_is_forgotten_and_one_cut_short_by_a_
     assert fleet.store.load().specs[0].pending_update is not None
     await fleet.manager.shutdown(at_once=True)
     assert fleet.store.load().specs[0].pending_update is not None
+
+
+async def test_a_change_that_the_next_daemon_continues_has_not_failed(fleet: Fleet) -> None:
+    """A caller who waited got an error, failed and rolled back; the next daemon then made the change."""
+    await fleet.create()
+    await fleet.running()
+    await fleet.manager.update("a", {"model_id": "fake/never-ready"})
+    waiting = asyncio.create_task(fleet.manager._instances["a"].update_finished())
+    await fleet.manager.shutdown(at_once=True)
+    with pytest.raises(Unavailable, match="the next one continues the update"):
+        await waiting
 
 
 async def test_the_end_of_the_daemon_in_the_midst_of_a_change_leaves_nothing(fleet: Fleet) -> None:

@@ -64,6 +64,8 @@ log = logging.getLogger(__name__)
 _PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
 
 
+_GIVEN_UP = "given up: another command came in between"
+_CONTINUED = "the daemon is ending; the next one continues the update"
 _NOTABLE_BYTES = 64 << 20  # above a reservation: a smaller overrun is in the log alone
 
 
@@ -430,10 +432,13 @@ class ManagedInstance:
         Raises:
             StateNotSaved: the last one was rolled back, because the disk refused.
             UpdateFailed: the last one failed and was rolled back.
+            Unavailable: the daemon ended before it was over; the next one continues it.
         """
         if self._update_task is not None:
             await asyncio.wait({self._update_task})
         self._raise_unsaved()
+        if self._update is not None and self._update.reason == _CONTINUED:
+            raise Unavailable(f"Update of '{self.spec.name}': {_CONTINUED}")
         if self._update is not None and self._update.state == "failed":
             raise UpdateFailed(f"Update of '{self.spec.name}' failed and was rolled back: {self._update.reason}")
 
@@ -442,7 +447,7 @@ class ManagedInstance:
             raise self._unsaved
 
     async def _run_update(self, steps: Callable[[], Awaitable[None]]) -> None:
-        state, reason = "failed", "given up: another command came in between"
+        state, reason = "failed", _GIVEN_UP
         self._failed_start = None
         try:
             await steps()  # made here: a task that is cancelled before it began would leave a coroutine unawaited
@@ -454,6 +459,8 @@ class ManagedInstance:
             self._incident = Incident(event="update_failed", reason=reason, at=now_rfc3339(), crash_report=report)
         finally:
             assert self._update is not None
+            if self._is_closing and self._update.changes and reason == _GIVEN_UP:  # it is in the state file
+                reason = _CONTINUED
             self._update = replace(self._update, state=state, reason=reason or None, finished_at=now_rfc3339())
             facts = {"instance": self.spec.name, "state": state, "changes": self._update.changes, "reason": reason}
             log.log(logging.INFO if state == "done" else logging.WARNING, "update", extra=facts)
