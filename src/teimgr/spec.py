@@ -350,6 +350,8 @@ class InstanceSpec:
         in_config=False,
         secret=True,
     )
+    by_call: bool = _key(False, "a call had it made", in_rest=False, in_config=False, secret=True)
+    by_key: str = _key("", "the badge of that call's key", in_rest=False, in_config=False, secret=True)
 
 
 KEYS: Mapping[str, InstanceKey] = {item.name: item.metadata["key"] for item in fields(InstanceSpec)}
@@ -372,6 +374,8 @@ class CpuThreads(NamedTuple):
     most: int
 
 
+MADE_BY, A_CALL, MADE_FOR = "made_by", "call", "made_for"
+"""Tags that show `by_call` and `by_key`; 0.1.0 had nothing else to tell such instances by."""
 TRIAL_NAME = "_model-trial"
 """The name of a trial's worker, which no instance may have."""
 OWN_FORWARD = "its own float32 forward"

@@ -138,7 +138,11 @@ def test_the_full_file_shows_every_key_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("table", "kind", "hidden"),
     [
-        ("[[instances]]", InstanceSpec, {"wanted_running", "seeded", "pending_update", "confined"}),
+        (
+            "[[instances]]",
+            InstanceSpec,
+            {"wanted_running", "seeded", "pending_update", "confined", "by_call", "by_key"},
+        ),
         ("[auth.mtls]", Mtls, set()),
         ("[auth.tls]", ServerTls, set()),
         ("[[auth.api_keys]]", ApiKeyEntry, set()),

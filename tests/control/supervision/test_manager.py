@@ -598,7 +598,7 @@ async def test_a_key_with_more_than_its_share_of_the_places_loses_its_least_valu
 async def test_a_model_that_calls_had_made_and_that_fails_gives_its_place_to_another(fleets: Fleets) -> None:
     fleet = fleets(on_demand=OnDemandSettings(models=("org/*",), max_instances=1))
     await fleet.manager.boot()
-    await fleet.create(f"fail-permanent={Code.MODEL_NOT_FOUND.value}", tags={"made_by": "call"})
+    await fleet.create(f"fail-permanent={Code.MODEL_NOT_FOUND.value}", by_call=True)
     await fleet.until(lambda entry: entry.state is State.FAILED)
 
     second = await fleet.manager.declare("org/second")
@@ -606,6 +606,16 @@ async def test_a_model_that_calls_had_made_and_that_fails_gives_its_place_to_ano
     assert [view.spec.name for view in fleet.manager.list()] == [second]
     with pytest.raises(MaxInstancesReached):
         await fleet.manager.declare("org/third")
+
+
+async def test_a_tag_of_a_user_does_not_count_an_instance_among_those_of_calls(fleets: Fleets) -> None:
+    fleet = fleets(on_demand=OnDemandSettings(models=("org/*",), max_instances=1))
+    await fleet.manager.boot()
+    await fleet.create(load="on_demand", tags={"made_by": "call", "made_for": "one"})
+
+    made = await fleet.manager.declare("org/first", "two", lambda name: 0.0)
+
+    assert {view.spec.name for view in fleet.manager.list()} == {"a", made}
 
 
 async def test_instances_that_calls_have_made_leave_no_series_in_the_metrics(fleets: Fleets) -> None:

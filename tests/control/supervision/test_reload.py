@@ -118,3 +118,12 @@ async def test_an_instance_may_keep_one_of_its_ports(reloading: Reloading) -> No
     assert await reloading.with_seed(prometheus_port=23104) is None
     view = await reloading.fleet.running()
     assert (view.spec.port, view.spec.prometheus_port) == (23100, 23104)
+
+
+async def test_an_instance_of_a_call_that_the_configuration_lists_is_none_of_calls_any_more(fleet: Fleet) -> None:
+    await fleet.manager.create(InstanceSpec(name="a", model_id="fake", port=23100, by_call=True, by_key="one"))
+
+    assert await Reloading(fleet).with_seed() is None
+
+    spec = fleet.manager.get("a").spec
+    assert (spec.seeded, spec.by_call, spec.by_key) == (True, False, "")

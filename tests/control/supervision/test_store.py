@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.polling import eventually
@@ -119,6 +120,26 @@ def test_a_file_of_tei_manager_is_read_as_it_is() -> None:
     assert (spec.name, spec.port, spec.gpu_id, spec.extra_args) == ("bge-small", 8080, 0, ("--dtype", "float16"))
     assert spec.created_at == "2026-03-04T11:59:58.000000001Z"
     assert spec.wanted_running
+
+
+def test_who_had_an_instance_made_survives_the_form_whatever_its_tags_are() -> None:
+    tags = {"made_by": "call", "made_for": "other"}
+    specs = (
+        InstanceSpec(name="user", model_id="m", tags=tags),
+        InstanceSpec(name="call", model_id="m", tags=tags, by_call=True, by_key="one"),
+        InstanceSpec(name="untagged", model_id="m", by_call=True),
+    )
+    assert parse(render(specs)).specs == specs
+
+
+def test_in_a_file_of_0_1_0_the_tags_tell_who_had_an_instance_made() -> None:
+    made = InstanceSpec(
+        name="call", model_id="m", tags={"made_by": "call", "made_for": "one"}, by_call=True, by_key="one"
+    )
+    entry = {"name": "call", "model_id": "m", "tags": made.tags}
+    old = tomli_w.dumps({"last_updated": "2026-03-04T12:00:00Z", "instances": [entry]})
+
+    assert parse(old.encode()).specs == (made,)
 
 
 @pytest.mark.clause("M4-form")

@@ -228,4 +228,4 @@ def _changes(before: InstanceView | None, now: InstanceView) -> Iterator[str]:
 
 def _settings(spec: InstanceSpec) -> InstanceSpec:
     """The spec without the fields that start, stop and reload write."""
-    return replace(spec, wanted_running=True, seeded=False)
+    return replace(spec, wanted_running=True, seeded=False, by_call=False, by_key="")

@@ -51,16 +51,25 @@ from teimgr.files import code_id
 from teimgr.observability import catalogue
 from teimgr.observability.logs import set_log_aside
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.spec import Change, Incident, InstanceSpec, InstanceView, State, WorkerSpec, now_rfc3339
+from teimgr.spec import (
+    A_CALL,
+    MADE_BY,
+    MADE_FOR,
+    Change,
+    Incident,
+    InstanceSpec,
+    InstanceView,
+    State,
+    WorkerSpec,
+    now_rfc3339,
+)
 from teimgr.wire.routing.directory import Directory
 
 log = logging.getLogger(__name__)
 
 _NAME_CHARS = 64
-_MADE_BY, _A_CALL = "made_by", "call"  # the tag of instances that calls have had made
 # Deleted instances that metrics still have series of.
 _DELETED_KEPT = 1000
-_MADE_FOR = "made_for"  # the tag with the badge of their key
 ADOPTION_LIMIT_S = 2.0
 """How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
 # At the end of the daemon, for what it does beside its instances: the last writes of updates, crash reports.
@@ -554,10 +563,10 @@ class Manager:
 
     async def _declare(self, model_id: str, key: str, value: Callable[[str], float | None]) -> str:
         limits = self._settings.on_demand
-        made = [each for each in self._instances.values() if each.spec.tags.get(_MADE_BY) == _A_CALL]
+        made = [each for each in self._instances.values() if each.spec.by_call]
         values = [None if each.spec.pinned else value(each.spec.name) for each in made]
         held = [
-            Made(each.spec.name, each.spec.tags.get(_MADE_FOR, ""), worth, each.state is State.FAILED)
+            Made(each.spec.name, each.spec.by_key, worth, each.state is State.FAILED)
             for each, worth in zip(made, values, strict=True)
         ]
         granted = grant(held, key, limits.max_instances)
@@ -568,8 +577,10 @@ class Manager:
             model_id=model_id,
             load="on_demand",
             idle_timeout_secs=limits.idle_timeout_secs,
-            tags={_MADE_BY: _A_CALL} | ({_MADE_FOR: key} if key else {}),
+            tags={MADE_BY: A_CALL} | ({MADE_FOR: key} if key else {}),
             confined=True,
+            by_call=True,
+            by_key=key,
         )
         try:
             await self.create(spec)
@@ -705,7 +716,7 @@ class Manager:
                 view = await instance.settle()
                 await instance.ended()
                 self._forget(name, instance)
-        if is_by_call := instance.spec.tags.get(_MADE_BY) == _A_CALL:  # callers choose the names
+        if is_by_call := instance.spec.by_call:  # callers choose the names
             self._records.metrics.drop(name)
             with suppress(OSError):  # such as a full disk, for which no call is refused
                 await asyncio.to_thread(set_log_aside, self._settings.log_dir, name)

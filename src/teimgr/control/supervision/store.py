@@ -35,7 +35,7 @@ from teimgr.config import schema
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig, StateNotSaved, UpdateFailed, UpdateInProgress
 from teimgr.files import duplicate, failure_of, lock_file, write_atomically
-from teimgr.spec import InstanceSpec, now_rfc3339
+from teimgr.spec import A_CALL, MADE_BY, MADE_FOR, InstanceSpec, now_rfc3339
 
 SET_ASIDE_KEPT = 5
 # An update that the daemon did not survive so often is not begun again.
@@ -214,10 +214,11 @@ def _now() -> str:
 
 def _entry(spec: InstanceSpec) -> dict[str, Any]:
     values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    always = (*_ALWAYS, "by_call") if MADE_BY in spec.tags else _ALWAYS  # a user may have given the tag
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in values.items()
-        if name in _ALWAYS or value != _DEFAULTS[name]
+        if name in always or value != _DEFAULTS[name]
     }
 
 
@@ -227,7 +228,10 @@ def _read_entry(entry: object, path: str) -> InstanceSpec:
     known = {name: value for name, value in entry.items() if name in _DEFAULTS}
     if len(known) < len(entry):
         log.warning("unknown keys in the state file", extra={"entry": path, "keys": sorted(entry.keys() - known)})
-    return schema.build(InstanceSpec, known, path)
+    spec = schema.build(InstanceSpec, known, path)
+    if "by_call" not in known and spec.tags.get(MADE_BY) == A_CALL:  # as 0.1.0 has written it
+        return replace(spec, by_call=True, by_key=spec.tags.get(MADE_FOR, ""))
+    return spec
 
 
 def wanted_at_boot(settings: Settings, store: Store) -> Loaded:
