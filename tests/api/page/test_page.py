@@ -241,6 +241,30 @@ async def test_the_stream_of_an_instance_begins_behind_the_event_that_the_page_h
                 assert (await next_event(reply))["events"][-1]["event"] == "running"
 
 
+async def test_a_restricted_key_is_not_told_for_whom_its_model_was_evicted(serving: Serving) -> None:
+    async with serving(auth=AUTH) as front:
+        await put(front, "team-a")
+        live: dict[str, aiohttp.ClientResponse] = {}
+        keys = {name: {"headers": {"Authorization": f"Bearer {SECRETS[name]}"}} for name in ("team", "read")}
+        for key, how in keys.items():
+            live[key] = await front.http.get("/ui/instances/team-a/live", **how)
+            await next_event(live[key])
+        incident = Incident(event="evicted", reason="evicted team-a: value 1; for secret", at="2026-03-04T12:00:00Z")
+        front.fleet.put(replace(front.fleet.get("team-a"), incident=incident))
+        for key, how in keys.items():
+            paths = ("/instances/team-a/events", "/ui/instances/team-a", "/ui/alarms")
+            texts = [*[await text_of(front, path, **how) for path in paths], json.dumps(await next_event(live[key]))]
+            for text in texts:
+                assert "evicted team-a: value 1" in html.unescape(text)
+                assert ("secret" in text) == (key == "read"), text
+            live[key].close()
+        stream = {"headers": {**keys["team"]["headers"], "Accept": "text/event-stream", "Last-Event-ID": "0"}}
+        async with front.http.get("/instances/team-a/events", **stream) as reply:
+            while (event := await next_event(reply))["event"] != "evicted":
+                pass
+            assert event["reason"] == "evicted team-a: value 1; for another instance"
+
+
 async def next_event(reply: aiohttp.ClientResponse) -> Any:
     while not (line := await reply.content.readline()).startswith(b"data: "):
         assert line, "the stream has ended"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tests.support.polling import eventually
 
-from teimgr.control.events.fleet_events import KEPT_PER_INSTANCE, EventLog
+from teimgr.control.events.fleet_events import KEPT_PER_INSTANCE, EventLog, known_to
 from teimgr.spec import EVENTS, Incident, InstanceSpec, InstanceView, State
 
 VIEW = InstanceView(spec=InstanceSpec(name="a", model_id="m", tags={"team": "x"}), state=State.STARTING)
@@ -199,3 +199,29 @@ def test_the_change_of_one_instance_is_found_without_the_others() -> None:
         (VIEW.spec.name, "running"),
         (VIEW.spec.name, "deleted"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "told"),
+    [
+        ("evicted", "evicted a: value 1 < 2, resident 3 s; for b-x", "evicted a: value 1 < 2, resident 3 s; for {}"),
+        (
+            "war",
+            "war: 'a' and 'b-x' evicted each other 4 times in 3 s; 'a' does not evict 'b-x' for 5 s: value 1 <= 2",
+            "war: 'a' and {0} evicted each other 4 times in 3 s; 'a' does not evict {0} for 5 s: value 1 <= 2",
+        ),
+        ("unloaded", "no more can be: held by 'b-x', 'a-2'", "no more can be: held by {}, 'a-2'"),
+        ("failed", "no model 'b-x'", None),
+        ("unloaded", None, None),
+    ],
+)
+def test_an_event_names_other_instances_only_to_those_who_may_know_them(
+    kind: str, reason: str | None, told: str | None
+) -> None:
+    events = began(VIEW)
+    events.note([replace(VIEW, incident=Incident(event=kind, reason=reason or "", at=GROWTH.at))])
+    event = replace(next(events.since(0)), reason=reason)
+
+    assert known_to(event, lambda name: True) == event
+    expected = reason if told is None else told.format("another instance")
+    assert known_to(event, lambda name: name.startswith("a")) == replace(event, reason=expected)

@@ -14,6 +14,7 @@ from teimgr.control.residence.events import (
     Decision,
     Declared,
     Event,
+    Held,
     Kept,
     Left,
     Load,
@@ -63,6 +64,7 @@ class Room:
         self.loads: list[str] = []
         self.unloads: list[Unload] = []
         self.notices: list[Notice] = []
+        self.made: list[Decision] = []
         self.grown: list[str] = []  # loaded models whose next worker has got its room
         for name, size in zip("abcdefgh", sizes, strict=False):
             self.sizes[name] = size * MIB
@@ -77,6 +79,7 @@ class Room:
         made: list[Decision] = []
         for event in events:
             made += decide(self.fleet, event, self.now)
+        self.made += made
         for decision in made:
             self._carry_out(decision)
         return made
@@ -308,7 +311,9 @@ def test_a_war_of_two_models_is_named_and_ended() -> None:  # 4
     refused = [each for each in room.refused.values() if each.why is Refusal.WAR]
     assert refused
     assert all(each.retry_after_s and each.retry_after_s > 0 for each in refused)
-    assert f"'{loser}' and '{winner}'" in refused[0].reason
+    assert all(f"'{winner}'" not in each.reason for each in refused)
+    assert f"'{winner}'" in room.notices[0].reason
+    assert f"'{loser}' and another instance evicted each other" in refused[0].reason
 
 
 def test_alternating_calls_of_one_caller_are_no_war() -> None:
@@ -495,7 +500,21 @@ def test_a_model_that_can_never_fit_is_refused_for_good() -> None:
     assert room.refused[1].why is Refusal.NO_ROOM
     assert room.refused[1].retry_after_s is None
     assert "120 MiB and 20 MiB are free" in room.refused[1].reason
-    assert "'a'" in room.refused[1].reason
+
+
+def test_a_caller_is_not_told_which_models_hold_the_memory_and_the_log_is() -> None:
+    room = Room(budget=100, sizes=(30, 50, 120))
+    for name, size in {"secret-1": 30, "secret-2": 50}.items():
+        room.sizes[name] = size * MIB
+        room.declare(name, pinned=True)
+        room.resident(name)
+    room.made.clear()
+    room.ask(1, "c")
+    assert room.refused[1].why is Refusal.NO_ROOM
+    assert "80 MiB are held by 2 other instances, which stay" in room.refused[1].reason
+    # Nor has the reason of its end, which its event and its view have.
+    assert "secret" not in repr([each for each in room.made if not isinstance(each, Held)])
+    assert [each.holders for each in room.made if isinstance(each, Held)] == [("secret-2", "secret-1")]
 
 
 def test_pinned_and_eager_models_are_never_evicted() -> None:

@@ -128,7 +128,7 @@ class Page:
         view = self._manager.get(name)
         self._sampler.seen()
         rows = views.fleet_rows([view], self._sampler, (await self._gpus.read()).gpus)
-        event_log = request.app.state.events
+        events = views.history_for(caller_of(request.scope), request.app.state.events, name)
         return self._html(
             request,
             "instance.html",
@@ -137,7 +137,7 @@ class Page:
             info=instance_info(view),
             groups=groups(updatable, view.spec, is_cluster=bool(settings.cluster.address)),
             callers=_callers(request),
-            events=event_log.history(name)[::-1] if event_log else [],
+            events=events[::-1],
         )
 
     async def _create(self, request: Request) -> Response:
@@ -268,7 +268,7 @@ class Page:
                     points = views.points_after(figures, fine, coarse)
                     fine = points["fine"][-1][0] + 0.05 if points["fine"] else fine
                     coarse = points["coarse"][-1][0] + 0.05 if points["coarse"] else coarse
-                    new = [event for event in event_log.history(name) if event.id > last_id] if event_log else []
+                    new = views.history_for(caller_of(request.scope), event_log, name, last_id)
                     last_id = new[-1].id if new else last_id
                     row = views.fleet_rows([view], self._sampler, (await self._gpus.read()).gpus)[0]
                     info = instance_info(view)

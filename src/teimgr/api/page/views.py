@@ -14,7 +14,7 @@ from teimgr.api.page.figures import UNWATCHED_S, Figures, Point, Sampler
 from teimgr.api.page.format import SPARK_POINTS, scale_end
 from teimgr.control.capacity.advisor import DEFAULT_WINDOW_S, Advisor
 from teimgr.control.capacity.autoscaler import Autoscaler
-from teimgr.control.events.fleet_events import EventLog, FleetEvent
+from teimgr.control.events.fleet_events import EventLog, FleetEvent, known_to
 from teimgr.control.ledger.system_memory import host_memory
 from teimgr.control.placement.gpus import Gpu
 from teimgr.control.supervision.manager import Manager
@@ -157,8 +157,14 @@ def events_for(caller: Caller, event_log: EventLog | None, last: int) -> list[Fl
     """The latest events that the caller may see, newest first: those of its instances."""
     if event_log is None:
         return []
-    covered = (event for event in event_log.since(0) if caller.covers(event.instance))
-    return [*covered][: -last - 1 : -1]
+    covered = [event for event in event_log.since(0) if caller.covers(event.instance)]
+    return [known_to(event, caller.covers) for event in covered[: -last - 1 : -1]]
+
+
+def history_for(caller: Caller, event_log: EventLog | None, instance: str, after: int = 0) -> list[FleetEvent]:
+    """The events of an instance of the caller's after the id `after`, oldest first."""
+    history = event_log.history(instance) if event_log else []
+    return [known_to(event, caller.covers) for event in history if event.id > after]
 
 
 def navigation(caller: Caller) -> list[tuple[str, str, str]]:

@@ -14,8 +14,9 @@ from starlette.responses import Response, StreamingResponse
 from teimgr.api.rest.instances import ManagerDep
 from teimgr.api.rest.schemas import ANY_FAILURE, StrictQueryRoute, answer
 from teimgr.config.schema import unknown_word
-from teimgr.control.events.fleet_events import KEPT, KEPT_PER_INSTANCE, EventLog, FleetEvent
+from teimgr.control.events.fleet_events import KEPT, KEPT_PER_INSTANCE, EventLog, FleetEvent, known_to
 from teimgr.errors import ValidationError
+from teimgr.http.auth.policy import caller_of
 from teimgr.spec import EVENTS
 
 router = APIRouter(tags=["fleet"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
@@ -130,16 +131,22 @@ async def instance_events(
 def _answer(
     request: Request, event_log: EventLog, latest: list[FleetEvent], matches: Callable[[FleetEvent], bool]
 ) -> Response:
+    covers = caller_of(request.scope).covers
+    latest = [known_to(event, covers) for event in latest]
     if not wants_events(request):
         return answer(latest)
     resumed = _last_event_id(request, event_log.latest)
     if resumed is not None:
-        return event_stream(_stream(event_log, (), resumed, matches))
-    return event_stream(_stream(event_log, latest, event_log.latest, matches))
+        return event_stream(_stream(event_log, (), resumed, matches, covers))
+    return event_stream(_stream(event_log, latest, event_log.latest, matches, covers))
 
 
 async def _stream(
-    event_log: EventLog, first: Iterable[FleetEvent], after: int, matches: Callable[[FleetEvent], bool]
+    event_log: EventLog,
+    first: Iterable[FleetEvent],
+    after: int,
+    matches: Callable[[FleetEvent], bool],
+    covers: Callable[[str], bool],
 ) -> AsyncGenerator[Event]:
     for event in first:
         yield Event(event.event, event, event.id)
@@ -147,7 +154,7 @@ async def _stream(
         if missed:  # the ring overtook this reader
             yield Event("missed", {"missed": missed})
         if matches(event):
-            yield Event(event.event, event, event.id)
+            yield Event(event.event, known_to(event, covers), event.id)
 
 
 def _last_event_id(request: Request, latest: int) -> int | None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from teimgr.control.residence.events import named_to
 from teimgr.spec import Incident, InstanceSpec, InstanceView, now_rfc3339
 
 KEPT = 1000
@@ -23,6 +24,8 @@ KEPT_PER_INSTANCE = 100
 FOLDED = frozenset({"crashed", "failed", "unhealthy", "over_memory", "no_host", "update_failed", "reload_refused"})
 FOLDED_OVER = 4
 _BETWEEN = ("starting", "running")
+# Whose reasons name other instances; those of `unloaded` did so in earlier versions, whose events are kept.
+_NAMES_OTHERS = frozenset({"evicted", "unloaded", "war"})
 # What someone may have ordered, and what ends an order: its effects have come, or something else has.
 _ORDERED = frozenset({"created", "starting", "stopping", "stopped", "updated", "update_failed", "deleted"})
 _ENDS_ORDERS = frozenset({"running", "stopped", "failed", "unloaded", "deleted", "crashed", "updated", "update_failed"})
@@ -56,6 +59,13 @@ class FleetEvent:
     first_timestamp: str | None = None
     replaces: int | None = None
     by: str | None = None
+
+
+def known_to(event: FleetEvent, covers: Callable[[str], bool]) -> FleetEvent:
+    """The event without the names of other instances, but for those that `covers` accepts."""
+    if event.reason is None or event.event not in _NAMES_OTHERS:
+        return event
+    return replace(event, reason=named_to(covers, event.reason))
 
 
 class EventLog:

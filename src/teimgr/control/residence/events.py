@@ -1,11 +1,13 @@
 """Input and output of the residence policy: events and decisions as data, with their reasons.
 
-The words of a reason are the same in the log, in events, in replies and on the page.
+The words of a reason are the same in the log, in events, in replies and on the page. Only those of an eviction and of a
+`Notice` name other models, and `named_to` leaves them out; callers of one model may not know of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -199,6 +201,8 @@ Event = (
 
 # Decisions
 
+_MODEL = re.compile(r"'[^']*'|(?<=; for )\S+$")  # in a `Notice`, and by `eviction_reason`
+
 
 class Refusal(Enum):
     """Why a call is refused."""
@@ -234,6 +238,11 @@ def eviction_reason(reason: str, evicted_for: str) -> str:
     return f"{reason}; for {evicted_for}"
 
 
+def named_to(covers: Callable[[str], bool], reason: str) -> str:
+    """The reason of an eviction or a `Notice` for one who may know of the models alone that `covers` accepts."""
+    return _MODEL.sub(lambda found: found[0] if covers(found[0].strip("'")) else "another instance", reason)
+
+
 @dataclass(frozen=True, slots=True)
 class Deny:
     """No room is made for the model, which others started; its load fails."""
@@ -267,4 +276,12 @@ class Notice:
     reason: str
 
 
-Decision = Load | Unload | Deny | Serve | Refuse | Notice
+@dataclass(frozen=True, slots=True)
+class Held:
+    """No room can be made for the model, as these others stay: for the log, since callers may not know of them."""
+
+    model: str
+    holders: tuple[str, ...]
+
+
+Decision = Load | Unload | Deny | Serve | Refuse | Notice | Held

@@ -22,6 +22,7 @@ from teimgr.control.residence.events import (
     Declared,
     Deny,
     Event,
+    Held,
     Kept,
     Left,
     Load,
@@ -436,6 +437,8 @@ class Residence:
                 self._judge_again(model, False)
             case Unload(model, reason, evicted_for):
                 self._begin(self._unload(model, reason, evicted_for), f"unloading of {model}")
+            case Held(model, holders):
+                log.warning("no room can be made", extra={"instance": model, "held_by": ", ".join(holders)})
             case Notice(model, reason):
                 log.warning("%s", reason, extra={"instance": model})
                 self._owner.note(model, Incident(event="war", reason=reason, at=now_rfc3339()))

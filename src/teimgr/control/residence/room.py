@@ -13,7 +13,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from teimgr.control.ledger.system_memory import mib
-from teimgr.control.residence.events import Decision, Deny, Load, NoRoom, Notice, Outgrown, Refusal, Refuse, Unload
+from teimgr.control.residence.events import (
+    Decision,
+    Deny,
+    Held,
+    Load,
+    NoRoom,
+    Notice,
+    Outgrown,
+    Refusal,
+    Refuse,
+    Unload,
+)
 from teimgr.control.residence.model import Fleet, Model, Phase, doing, enter, refuse_all, time_left_s, waiting_for_room
 
 MIN_RESIDENCE = 1.0
@@ -36,6 +47,7 @@ WAR_WINDOW, PEACE = 30.0, 10.0
 load time.
 """
 MIN_PEACE_S = 5.0
+_HOLDERS_LOGGED = 20  # the largest
 
 NOT_WANTED = "no call waits for it any more"
 
@@ -133,15 +145,18 @@ def make_room(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
         if not victims:
             yield from _try_again(fleet, model, now)
     elif model.free_bytes + sum(each.bytes for each in movable) < model.needed_bytes:
-        held = ", ".join(f"'{each.name}'" for each in others if each not in movable) or "other programs"
+        staying = sorted([each for each in others if each not in movable], key=lambda each: each.bytes, reverse=True)
+        count = f"{len(staying)} other instances, which stay" if len(staying) > 1 else "another instance, which stays"
+        held = f"{mib(sum(each.bytes for each in staying))} are held by {count}"
         reason = (
             f"'{model.name}' needs {mib(model.needed_bytes)} and {mib(model.free_bytes)} are free; "
-            f"no more can be: the rest is held by {held}"
+            f"no more can be: {held if staying else 'the rest is held by other programs'}"
         )
+        yield Held(model.name, tuple(each.name for each in staying[:_HOLDERS_LOGGED]))
         yield from give_up(fleet, model, reason, now, Refusal.NO_ROOM)
     elif spared is not None:
         reason = (
-            f"'{model.name}' and '{spared}' evicted each other again and again: '{model.name}' is refused for "
+            f"'{model.name}' and another instance evicted each other again and again: '{model.name}' is refused for "
             f"{peace_left_s:.3g} s"
         )
         yield from give_up(fleet, model, reason, now, Refusal.WAR, peace_left_s)
