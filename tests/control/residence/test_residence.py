@@ -378,7 +378,7 @@ async def test_a_load_without_memory_has_an_idle_model_evicted_and_is_judged_aga
         assert await waiting == "b"
 
 
-async def test_a_model_that_is_pinned_while_it_is_loaded_is_not_evicted() -> None:
+async def test_a_model_that_is_pinned_while_it_is_loaded_is_not_evicted(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as (owner, residence):
         for name in ("a", "b"):
             owner.declare_instance(name)
@@ -390,6 +390,7 @@ async def test_a_model_that_is_pinned_while_it_is_loaded_is_not_evicted() -> Non
         residence.on_change("unknown")
         assert not await asyncio.wait_for(residence.relieve("b", 50, 10, {"a": 50}), 30)
         assert "a" not in owner.unloads
+        assert [vars(each).get("held_by") for each in caplog.records if each.levelname == "WARNING"] == ["a"]
         owner.remove("b")
         with pytest.raises(TeimgrError):
             await waiting
