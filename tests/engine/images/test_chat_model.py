@@ -138,10 +138,16 @@ def test_a_long_text_is_cut_and_images_are_not(served: Served) -> None:
     job = served.embed([long])
     assert not job.errors
     assert job.tokens == limit
-    assert isinstance(served.embed([long], truncate=False).errors[0], InvalidInput)
+    refused = served.embed([long], truncate=False).errors[0]
+    assert isinstance(refused, InputTooLong)
+    whole = library_of(served).inputs(long.text, [FILES[1]])["input_ids"].numel()
+    assert (refused.limit, refused.given) == (limit, f"{whole} tokens")
+    assert f"less than {limit} tokens. Given: {whole}" in refused.message
     many = served.embed([Content("a", (picture,) * 60), "a"])
     assert list(many.errors) == [0]
     assert isinstance(many.errors[0], InputTooLong)
+    assert "not truncated" in many.errors[0].message
+    many = served.embed([Content("rain " * 2000, (picture,) * 60)], truncate=False)
     assert "not truncated" in many.errors[0].message
 
 

@@ -70,9 +70,11 @@ class ChatWriter:
             return [error for _ in inputs]
         template = self._template(instruction, [len(content.pictures) for content in inputs[0]])
         whole = partial(self._library.encode, specials=False, offsets=True)
-        limit = max(self._limit - repeated(inputs[0]), 0)
+        beyond = repeated(inputs[0])
+        limit = max(self._limit - beyond, 0)
         pairs = [Pair(one[0].text, one[1].text if len(one) > 1 else "") for one in inputs]
-        made = CausalTemplate(template, whole, self._shortener, limit).encode(pairs, truncate, left)
+        causal = CausalTemplate(template, whole, self._shortener, limit, beyond)
+        made = causal.encode(pairs, truncate or not limit, left)  # without room it is the images that are refused
         return [self._checked(ids, contents, limit) for ids, contents in zip(made, inputs, strict=True)]
 
     def _complete(self, instruction: str) -> str:

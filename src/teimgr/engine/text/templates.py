@@ -80,6 +80,7 @@ _PLACES = re.compile(r"(\{query\}|\{document\})")
 
 class CausalTemplate:
     """A language model's template around pairs; only the body is truncated. `limit` includes the template's tokens.
+    Refusals count `beyond` more, the tokens of images beyond the one that the text has for each.
 
     `tokenize` adds no special tokens, and its encodings have offsets.
     """
@@ -90,12 +91,14 @@ class CausalTemplate:
         tokenize: Callable[[Sequence[str]], list[Encoding]],
         shortener: Shortener,
         limit: int,
+        beyond: int = 0,
     ) -> None:
         self._config = config
         self._body = _PLACES.split(config.body)
         self._tokenize = tokenize
         self._shortener = shortener
         self._limit = limit
+        self._beyond = beyond
 
     def encode(self, pairs: Sequence[Pair], truncate: bool, left: bool) -> list[NDArray[np.int32] | InvalidInput]:
         """The ids of each pair, int32, or its refusal: it is too long to be truncated, or must not be.
@@ -118,16 +121,16 @@ class CausalTemplate:
     ) -> NDArray[np.int32] | InvalidInput:
         """The ids of a body; like `TextTokenizer._decided`."""
         if short is None:
-            return too_many_characters(None, self._limit, len(body))
+            return too_many_characters(None, self._limit, len(body), self._beyond)
         while short.text is not body and not (short.exact and len(encoding) > self._limit + short.slack):
             following = next(cuts, None)
             if not may_try(following, encoding, self._limit):
-                return too_many_characters(encoding, self._limit, len(body))
+                return too_many_characters(encoding, self._limit, len(body), self._beyond)
             short = following
             (encoding,) = self._encode([short.text])
         if not truncate and len(encoding) > self._limit:
-            count = len(encoding) if short.text is body else f"at least {len(encoding)}"
-            return too_long(self._limit, count)
+            count = len(encoding) + self._beyond
+            return too_long(self._limit + self._beyond, count if short.text is body else f"at least {count}")
         assert isinstance(short.text, str)
         return self._ids(encoding, short.text, left)
 

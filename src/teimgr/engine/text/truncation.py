@@ -154,16 +154,18 @@ class Shortener:
         return kept[0] == kept[1]
 
 
-def too_many_characters(encoding: Encoding | None, limit: int, given: int) -> InputTooLong:
-    """The refusal of a text that no cut decided; `encoding` is of the largest one that was tokenized, if any was."""
+def too_many_characters(encoding: Encoding | None, limit: int, given: int, beyond: int = 0) -> InputTooLong:
+    """The refusal of a text that no cut decided; `encoding` is of the largest one that was tokenized, if any was.
+    `beyond` is what the input may have in tokens besides the `limit` of its text.
+    """
     if encoding is None:
         most, why = MAX_SCANNED_CHARACTERS, "where these can be cut nowhere"
     elif len(encoding) > limit:
         most, why = MAX_CHARACTERS, "where these can be cut nowhere"
     else:
-        most, why = MAX_SCANNED_CHARACTERS, f"where these have fewer than {limit} tokens"
+        most, why = MAX_SCANNED_CHARACTERS, f"where these have fewer than {limit + beyond} tokens"
     message = f"Input validation error: `inputs` must have at most {most} characters {why}. Given: {given}"
-    return InputTooLong(message, limit, f"{given} characters")
+    return InputTooLong(message, limit + beyond, f"{given} characters")
 
 
 def may_try(short: Short | None, before: Encoding, limit: int) -> TypeGuard[Short]:
