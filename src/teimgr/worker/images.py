@@ -101,8 +101,8 @@ class _Inference(Protocol):
     def dispatcher(self) -> Dispatcher: ...
 
 
-def image_bytes(sent: SentImage) -> bytes:
-    """The bytes of an image or a sound.
+def image_bytes(sent: SentImage, has_hosts: bool = False) -> bytes:
+    """The bytes of an image or a sound; `has_hosts`: links by http and https have been fetched before.
 
     Raises:
         InvalidInput: it is a link, no base64, or a data URI of another kind.
@@ -112,9 +112,10 @@ def image_bytes(sent: SentImage) -> bytes:
         return data
     head = data[:_SHOWN].lstrip().lower()
     if head.startswith(_LINKS) or head.startswith("//"):
+        why = "only links by http and https are fetched" if has_hosts else "links are not fetched here"
         raise InvalidInput(
-            f"Input validation error: `{field}` is a link ({data[:_SHOWN]!r}), and links are not fetched here: send "
-            f"the {sent.kind} itself, as a data URI or as base64"
+            f"Input validation error: `{field}` is a link ({data[:_SHOWN]!r}), and {why}: send the {sent.kind} itself, "
+            "as a data URI or as base64"
         )
     if head.startswith("data:"):
         comma = data.find(",", 0, _MAX_HEAD + 1)
@@ -247,7 +248,7 @@ async def _read_sent(dispatcher: Dispatcher, sent: SentImage, files: _Files) -> 
         link = _link(sent) if files else None
         fetched = sent if link is None else sent._replace(data=await files[link])
         if fetched.page is not None:
-            document = await dispatcher.off_loop(image_bytes, fetched)
+            document = await dispatcher.off_loop(image_bytes, fetched, dispatcher.fetcher is not None)
             rendered = await dispatcher.renderer().page(document, fetched.page or None, current_tenant())
             fetched = SentImage(rendered, sent.field)
         return await dispatcher.off_loop(_read, dispatcher, fetched)
@@ -284,13 +285,15 @@ def _need_images(dispatcher: Dispatcher, sent: SentImage) -> None:
     if sent.kind not in info.modalities:
         known = " and ".join(info.modalities)
         known = f"only {known} is" if len(info.modalities) == 1 else f"{known} are"
-        message = f"{sent.field}: {known} supported by the model {shown_id(info.model_id)}, and this is an {sent.kind}"
+        named = "audio" if sent.kind == "audio" else f"an {sent.kind}"
+        message = f"{sent.field}: {known} supported by the model {shown_id(info.model_id)}, and this is {named}"
         raise http.BadRequest(400, message, sent.field.partition(".")[0])
 
 
 def _read(dispatcher: Dispatcher, sent: SentImage) -> Picture | Sound:
     engine = dispatcher.engine
-    return (engine.sound if sent.kind == "audio" else engine.picture)(image_bytes(sent))
+    data = image_bytes(sent, dispatcher.fetcher is not None)
+    return (engine.sound if sent.kind == "audio" else engine.picture)(data)
 
 
 def typed_item(given: Any, place: str) -> SentItem:
