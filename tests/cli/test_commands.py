@@ -150,6 +150,11 @@ def test_texts_of_arguments_stdin_and_files_are_embedded(run: Run, tmp_path: Pat
     told = run("embed", picture, "-i", "static")
     assert f"{picture}: this text is embedded, and not the file of that name: use -o" in told.err
     assert len(told.out.splitlines()) == 1
+    told = run("embed", f"{tmp_path}/", "-i", "static")
+    assert f"{tmp_path}/: this text is embedded, and not the folder of that name" in told.err
+    told = run("similarity", "one text", picture, "another", "-i", "static")
+    assert f"{picture}: this text is compared, and not the file of that name: the playground" in told.err
+    assert len(told.out.splitlines()) == 2
 
 
 def test_a_file_is_embedded_into_a_file(run: Run, tmp_path: Path) -> None:
@@ -382,7 +387,7 @@ def test_failures_have_a_status_each_and_three_parts(run: Run, tmp_path: Path) -
     assert run("rerank", "a", "b", "-i", "static").status in (ExitStatus.REFUSED, ExitStatus.FAILED)
     assert run("ps", "--context", "nope").status == ExitStatus.FAILED
     kind = run("embed", tmp_path / "no.txt", "-o", tmp_path / "v.npy", "-i", "static")
-    assert (kind.status, kind.err) == (ExitStatus.FAILED, f"teimgr: {tmp_path / 'no.txt'}: no such file\n")
+    assert (kind.status, kind.err) == (ExitStatus.FAILED, f"teimgr: {tmp_path / 'no.txt'}: no such file or folder\n")
 
 
 def test_contexts_name_daemons(run: Run, fleet: WarmDaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,20 +99,22 @@ def embed(
         return _embed_file(server, output, texts, out, instance, choices, expect_fingerprint)
     rest = server.connection.rest_client(server.timeout_s, expect_fingerprint)
     name = chosen(rest, instance, _EMBEDDING)
-    _warn_of_files(output, texts)
+    _warn_of_files(output, texts, "embedded", "use -o OUTPUT for the file")
     for piece in _pieces(_lines_or(texts)):
         for vector in _asked(rest, name, "embed", {"inputs": piece, **_given(options)}):
             _show_vector(output, vector)
     return ExitStatus.OK
 
 
-def _warn_of_files(output: CommandOutput, texts: Sequence[str]) -> None:
-    """Say which texts are the paths of images, documents or sounds, which may be meant."""
-    for path in filter(os.path.isfile, texts):
+def _warn_of_files(output: CommandOutput, texts: Sequence[str], done: str, instead: str) -> None:
+    """Say which texts are the paths of images, documents or sounds, or of folders, which may be meant."""
+    for path in filter(os.path.exists, texts):
         from teimgr.client.corpus.image_files import is_file_to_embed
 
-        if is_file_to_embed(Path(path)):
-            output.note(f"{path}: this text is embedded, and not the file of that name: use -o OUTPUT for the file")
+        is_folder = Path(path).is_dir()
+        if os.sep in path if is_folder else is_file_to_embed(Path(path)):  # a word may be the name of a folder
+            kind = "folder" if is_folder else "file"
+            output.note(f"{path}: this text is {done}, and not the {kind} of that name: {instead}")
 
 
 def _embed_file(
@@ -159,6 +161,7 @@ def rerank(
     """
     given = list(_lines_or(texts))
     name = chosen(server.rest, instance, _RERANKER)
+    _warn_of_files(output, [query, *texts], "ranked", "the playground of the page ranks pictures")
     ranks = []
     rest, offset = server.rest, 0
     for piece in _pieces(iter(given)):
@@ -215,6 +218,7 @@ def similarity(
     given = list(_lines_or(texts))
     rest = server.rest
     name = chosen(rest, instance, _EMBEDDING)
+    _warn_of_files(output, [source, *texts], "compared", "the playground of the page compares pictures and sounds")
     scores: list[float] = []
     for piece in _pieces(iter(given), _AT_ONCE - 1):  # the source counts as an input
         body = {"inputs": {"source_sentence": source, "sentences": piece}}
@@ -256,6 +260,7 @@ _COMMANDS = {
     "embedding": "`teimgr embed TEXT -i {name}` or `teimgr similarity`",
     "reranker": "`teimgr rerank QUERY TEXT… -i {name}`",
     "classifier": "`teimgr classify TEXT -i {name}`",
+    "multi-vector": "`teimgr embed FILE -o vectors.parquet -i {name}`",
 }
 _WANTED = {"embed": "embedding", "similarity": "embedding", "rerank": "reranker", "predict": "classifier"}
 

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 from tests.support.models.dual_encoders import pdf_of
 
 from teimgr.client.corpus.image_files import FolderSource
@@ -156,5 +157,19 @@ def test_a_dictionary_of_numbers_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cells", [["https://example.com/a.png"], [[b"file"]]], ids=["string", "list"])
 def test_a_column_image_of_other_things_is_not_taken_for_texts_or_files(tmp_path: Path, cells: list[Any]) -> None:
     pq.write_table(pa.table({"image": cells}), tmp_path / "a.parquet")
-    with pytest.raises(InvalidConfig, match=r"no column 'text'; .*'image' holds (string|list.*), not files"):
+    with pytest.raises(
+        InvalidConfig, match=r"no column 'text'; .*'image' holds (string|list.*), not the bytes of files"
+    ):
         open_source(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("column", ["image", "audio"])
+@pytest.mark.parametrize("suffix", [".parquet", ".csv"])
+def test_paths_in_a_column_of_files_are_not_embedded_as_texts(suffix: str, column: str, tmp_path: Path) -> None:
+    table = pa.table({column: ["pictures/0.jpg"]})
+    if suffix == ".csv":
+        csv.write_csv(table, tmp_path / "a.csv")
+    else:
+        pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InvalidConfig, match=f"'{column}' holds strings, and needs the bytes of files"):
+        open_source(tmp_path / f"a{suffix}", column)

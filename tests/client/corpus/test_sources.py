@@ -164,6 +164,12 @@ def test_what_cannot_be_read_is_named(
         open_source(tmp_path / name, **options)
 
 
+@pytest.mark.parametrize("name", ["pictures", "a.txt", "a.webm"])
+def test_what_does_not_exist_is_said_to_be_missing(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=f"{name}: no such file or folder"):
+        open_source(tmp_path / name)
+
+
 def test_a_kept_value_of_another_type_is_named_with_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(

@@ -49,7 +49,7 @@ class FolderSource(TextSource):
     ) -> None:
         """Raises InvalidConfig: there is no such file, or a column is asked for that files do not have."""
         if not path.exists():
-            raise InvalidConfig(f"{path}: no such file")
+            raise InvalidConfig(f"{path}: no such file or folder")
         self._folder, self._names = (
             (path, sorted(_names(path, SUFFIXES[kind]))) if path.is_dir() else (path.parent, [path.name])
         )

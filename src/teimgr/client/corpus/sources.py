@@ -85,7 +85,7 @@ class TextSource(ABC):
             if (times := schema.names.count(name)) != 1:
                 found = f"{times} columns" if times else "no column"
                 others = "".join(
-                    f"; {one!r} holds {schema.field(one).type}, not files"
+                    f"; {one!r} holds {schema.field(one).type}, not the bytes of files, and no path or link is opened"
                     for one in _FILES
                     if name == TEXT and schema.names.count(one) == 1
                 )
@@ -139,20 +139,26 @@ def open_source(path: Path, text_column: str | None = None, keep: Sequence[str] 
     column `id` where there is one. A text file has lines, no columns.
 
     Raises:
-        InvalidConfig: another suffix, an unreadable file, or a missing column.
+        InvalidConfig: another suffix, a missing or unreadable file, a missing column, or strings where a column is
+            named after files.
     """
+    if not path.is_file():
+        raise InvalidConfig(f"{path}: no such file or folder")
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
-        raise InvalidConfig(f"{path}: the suffix is not one of {', '.join(SUFFIXES)}")
-    if not path.is_file():
-        raise InvalidConfig(f"{path}: no such file")
+        raise InvalidConfig(f"{path}: the suffix is not one of {', '.join(SUFFIXES)}, nor that of an image or a sound")
     try:
         if keep is None:
             keep = [name for name in kind.columns(path) if name == "id" and name != text_column]
         source: TextSource = kind(path, text_column or _default_column(kind, path), keep)
-        return source
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path}: {error}") from error
+    if source.text_column in _FILES and not source.has_files:  # paths would be embedded as texts
+        raise InvalidConfig(
+            f"{path}: the column {source.text_column!r} holds strings, and needs the bytes of files: no path or link "
+            "is opened; embed the folder, or give a column of texts another name"
+        )
+    return source
 
 
 def _default_column(kind: Any, path: Path) -> str:
