@@ -42,7 +42,9 @@ NOT_RERANKER = "Backend error: model is not a re-ranker model"
 NO_NORMALIZE = "Backend error: `normalize` is not available for SPLADE models"
 NO_EMBED_ALL = "Backend error: `embed_all` is not available for SPLADE models"
 # teimgr's own: late interaction is no kind of TEI's.
-NO_VECTOR = "Backend error: Model is not an embedding model with one vector per text"
+NO_VECTOR = (
+    "Backend error: Model is not an embedding model with one vector per text: `embed_all` gives its vectors per token"
+)
 NAN_VECTOR = "Backend error: the vector has NaN or infinity in it"
 
 

@@ -153,7 +153,9 @@ def ranked(answer: Answer) -> dict[int, float]:
 # Which kinds serve which methods.
 
 NO_EMBEDDING = "Backend error: Model is not an embedding model"
-NO_VECTOR = "Backend error: Model is not an embedding model with one vector per text"
+NO_VECTOR = (
+    "Backend error: Model is not an embedding model with one vector per text: `embed_all` gives its vectors per token"
+)
 NO_SPLADE = "Backend error: Model is not an embedding model with SPLADE pooling"
 NO_CLASSIFIER = "Backend error: Model is not a classifier model"
 NO_NORMALIZE = "Backend error: `normalize` is not available for SPLADE models"

@@ -370,7 +370,9 @@ _UNSUPPORTED: dict[tuple[Kind | None, Output], str] = {
     (Kind.EMBEDDING, Output.TOKENS): "`embed_all` is not available: this model gives one vector for each text alone",
     (Kind.TOKEN_CLASSIFIER, Output.SCORES): "Model is a token classifier: its entities are at /predict over HTTP",
     (Kind.SPARSE, Output.TOKENS): "`embed_all` is not available for SPLADE models",
-    (Kind.MULTI_VECTOR, Output.DENSE): "Model is not an embedding model with one vector per text",
+    (Kind.MULTI_VECTOR, Output.DENSE): (
+        "Model is not an embedding model with one vector per text: `embed_all` gives its vectors per token"
+    ),
 }
 
 
