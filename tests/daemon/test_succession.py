@@ -23,7 +23,7 @@ from teimgr.client import Client
 from teimgr.errors import UpdateFailed
 from teimgr.spec import State
 from tests.end_to_end.rolling_load import SteadyLoad
-from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, toml
 from tests.support.models import build
 from tests.support.polling import until
 
@@ -204,6 +204,40 @@ def test_a_stop_while_the_next_one_starts_stops_both(daemon: DaemonProcess) -> N
     until(lambda: "the next daemon is being started" in (daemon.folder / "daemon.log").read_text())
     assert daemon.stop() == 0
     until(lambda: daemon.processes() == [], "the end of all", LIMIT_S)
+
+
+def test_a_reload_before_the_word_is_the_next_daemons_once_it_serves(daemon: DaemonProcess, model: Path) -> None:
+    """It planned against a fleet that was not read yet: all failed with "already exists", and an alarm stayed."""
+    config, first = daemon.folder / "teimgr.toml", pid(daemon)
+    seeds = [{"name": "a", "model_id": str(model), "dtype": "float32", "tags": {"new": "yes"}}]
+    with daemon.client() as client, ThreadPoolExecutor(1) as pool:
+        for name in ("a", "held"):
+            client.create(name, str(model), dtype="float32")
+            client.wait_until_running(name, deadline_s=LIMIT_S)
+        held = client.get("held").pid
+        assert held is not None
+        os.kill(held, signal.SIGSTOP)  # its deletion takes seconds, which the word waits for
+        deletion = pool.submit(client.delete, "held")
+        until(lambda: client.get("held").status is State.STOPPING, "the deletion")
+        os.kill(first, signal.SIGUSR2)
+        until(lambda: "ready, and takes over" in (daemon.folder / "daemon.log").read_text(), "a successor", LIMIT_S)
+        config.write_text(toml(daemon.settings | {"instances": seeds}))
+        os.kill(first, signal.SIGHUP)
+        until(lambda: pid(daemon) != first, "the next daemon", LIMIT_S)
+        deletion.result(LIMIT_S)
+        until(lambda: client.get("a").tags == {"new": "yes"}, "the reload", LIMIT_S)
+        assert not any("reload" in each for each in client.health().details.get("alarms", []))
+
+
+def test_the_next_daemon_reloads_too_what_changed_after_it_had_read_it(daemon: DaemonProcess) -> None:
+    first, log = pid(daemon), daemon.folder / "daemon.log"
+    os.kill(first, signal.SIGUSR2)
+    until(lambda: log.read_text().count("daemon starts") == 2, "a successor that has read the configuration", LIMIT_S)
+    (daemon.folder / "teimgr.toml").write_text(toml(daemon.settings | {"log_level": "debug"}))
+    os.kill(first, signal.SIGHUP)
+    until(lambda: pid(daemon) != first, "the next daemon", LIMIT_S)
+    with daemon.client() as client:
+        until(lambda: not client.reload(dry_run=True)["plan"]["settings"], "its reload", 30)
 
 
 def test_where_the_parent_is_killed_the_daemon_ends_as_by_kill_9(daemon: DaemonProcess, model: Path) -> None:

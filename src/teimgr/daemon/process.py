@@ -119,6 +119,7 @@ class Daemon:
     def __init__(self, configuration: Configuration, source: Source, predecessor: Predecessor | None = None) -> None:
         self.settings = settings = configuration.settings
         self.stopping = asyncio.Event()
+        self._serves = asyncio.Event()
         self._stop_began: float | None = None
         self._last_resort = threading.Timer(0, _give_up)  # not started
         self.notifier = Notifier()
@@ -257,6 +258,10 @@ class Daemon:
         workers, muxes. Stop: downloads and trials, REST, muxes, workers, so that workers end after all
         that calls them.
         """
+        with self._signals():  # from here on SIGHUP does not kill it
+            return await self._run()
+
+    async def _run(self) -> int:
         log.info("daemon starts", extra=self._places())
         use_short_turns()
         self.watchdog = LoopWatchdog("the daemon")
@@ -266,7 +271,7 @@ class Daemon:
         self.settings.prepare_folders()
         self._keep_log()
         take = self.predecessor.take if self.predecessor else lambda name: None
-        with open_listeners(self.settings, take) as listeners, self._signals():
+        with open_listeners(self.settings, take) as listeners:
             self.succession.offer(lambda: {**listeners.by_name, **self._forwarded_ports()})
             await self._await_turn(listeners)
             self.succession.watch_parent()
@@ -321,6 +326,7 @@ class Daemon:
                     renewing = asyncio.create_task(self._renew(), name="processes of another version")
                     log.info("daemon ready", extra={"version": __version__, **self._addresses()})
                     async with self.notifier.serving(f"{len(self.manager.list())} instances"):
+                        self._serves.set()
                         await self.stopping.wait()
                     if self.succession.is_taking_over:
                         self._leave_listeners(listeners, server, health)
@@ -528,11 +534,13 @@ class Daemon:
         """SIGINT or SIGTERM: stop in order; a second one: stop without grace. SIGHUP: reload, or stop if the
         terminal is gone. SIGUSR2: restart.
 
-        Once a successor has the word, they are passed on to it.
+        A reload waits until the daemon serves: before, it would move a fleet that is not listed yet, and end a start
+        that systemd awaits. Once a successor is ready, signals are passed on to it, SIGHUP with the word; so is
+        one that comes while it starts, as it may have read the configuration before.
         """
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
-        forced = False
+        forced = reload_waits = False
 
         def run(work: Coroutine[Any, Any, None]) -> None:
             task = loop.create_task(work)
@@ -549,8 +557,16 @@ class Daemon:
         has_terminal = os.isatty(0)
 
         async def reload() -> None:
+            nonlocal reload_waits
             if has_terminal and not os.isatty(0):
                 self.stopping.set()
+                return
+            if reload_waits:
+                return
+            reload_waits = True
+            await self._serves.wait()
+            reload_waits = False
+            if self.stopping.is_set():
                 return
             self.notifier.reloading()
             with ordered_by("SIGHUP"), contextlib.suppress(InvalidConfig):  # logged, and an alarm
@@ -571,6 +587,8 @@ class Daemon:
         def on_signal(number: signal.Signals) -> None:
             if not self.succession.is_taking_over:
                 handlers[number]()
+                if number == signal.SIGHUP:
+                    self.succession.send_signal(number)
             elif number != signal.SIGUSR2:  # it is being restarted
                 self.succession.send_signal(number)
 

@@ -184,6 +184,7 @@ class Succession:
         self._child: subprocess.Popen[bytes] | None = None
         self._preparing: asyncio.Task[Follower] | None = None
         self._may_begin = True
+        self._owes_reload = False
         self.is_taking_over = False
         """Whether a successor is ready, to which this daemon leaves everything."""
         self.has_given_word = False
@@ -310,6 +311,7 @@ class Succession:
             if each is not None:
                 each.close()
         self._control = self._link = self._queue = self._child = None
+        self._owes_reload = False
 
     # The word, and after it
 
@@ -335,11 +337,15 @@ class Succession:
                 self._parent.send(str(self._child.pid).encode())
         with contextlib.suppress(OSError):  # it is gone: this process ends with a failure
             self._control.send(b'{"begin": true}')
+        if self._owes_reload:
+            self._child.send_signal(signal.SIGHUP)
         return self._child.pid
 
     def send_signal(self, number: int) -> None:
-        """Pass a signal on to the successor, once it has the word."""
-        if self._child is not None:
+        """Pass a signal on to the successor, if there is one: SIGHUP once it has the word, others at once."""
+        if number == signal.SIGHUP and not self.has_given_word:
+            self._owes_reload = self._child is not None  # which has no handler yet, or nothing to reload
+        elif self._child is not None:
             self._child.send_signal(number)
 
     def leave(self, status: int) -> int:
