@@ -176,7 +176,16 @@ class Daemon:
         self.muxes = Muxes(
             settings, self.directory, self.metrics, self.policy, node_identity, hosts, loads=self.residence
         )
-        self.registry = Registry(settings, local, gpus, self.metrics, self.manager.list, booted=self.manager.booted)
+        self.registry = Registry(
+            settings,
+            local,
+            gpus,
+            self.metrics,
+            self.manager.list,
+            booted=self.manager.booted,
+            memory=self.manager.memory,
+            host=self.cluster.head.host.name if self.cluster else "",
+        )
         self.reloader = Reloader(source, configuration, self.manager, self._apply, self.events)
         self.config_watch = ConfigWatch(source.file, settings.config_watch_secs, self.reloader)
 

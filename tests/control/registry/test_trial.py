@@ -17,14 +17,25 @@ from tests.support.fleet import RESIDENT, children, local_launcher, settings_for
 from tests.support.models import build
 from tests.support.polling import eventually
 
+from teimgr.control.ledger.admission import Admission
+from teimgr.control.ledger.footprints import Footprints
+from teimgr.control.ledger.ledger import Ledger
 from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
 from teimgr.control.registry.cache import HubCache
 from teimgr.control.registry.records import ModelStatus, ModelView
 from teimgr.control.registry.registry import Registry, TrialOptions
 from teimgr.control.registry.trial import TrialFailed, _compared, _request
-from teimgr.errors import InvalidGpuId, ModelBusy, ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable
+from teimgr.errors import (
+    InvalidGpuId,
+    ModelBusy,
+    ModelInUse,
+    ModelLoadFailed,
+    ModelNotFound,
+    OutOfDeviceMemory,
+    Unavailable,
+)
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.spec import OWN_FORWARD, InstanceSpec, InstanceView, Kind, LoadedModel, State
+from teimgr.spec import OWN_FORWARD, TRIAL_NAME, InstanceSpec, InstanceView, Kind, LoadedModel, State
 from teimgr.wire.frames import Method
 
 Make = Callable[..., Registry]
@@ -49,11 +60,16 @@ async def make(folder: Path) -> AsyncIterator[Make]:
     await launcher.start()
     made: list[Registry] = []
 
-    def registry(instances: tuple[InstanceView, ...] = (), cards: tuple[Gpu, ...] = (), **values: object) -> Registry:
+    def registry(
+        instances: tuple[InstanceView, ...] = (),
+        cards: tuple[Gpu, ...] = (),
+        memory: Admission | None = None,
+        **values: object,
+    ) -> Registry:
         gpus = GpuInventory({}, lambda: Inventory(cards, "" if cards else "none in this test"))
         settings = settings_for(folder, **values)
         cache = HubCache(folder / "hub")
-        made.append(Registry(settings, launcher, gpus, DaemonMetrics(), lambda: list(instances), cache))
+        made.append(Registry(settings, launcher, gpus, DaemonMetrics(), lambda: list(instances), cache, memory=memory))
         return made[-1]
 
     yield registry
@@ -100,6 +116,31 @@ async def test_a_model_that_works_is_verified_and_measured(make: Make, folder: P
     assert "device_bytes" not in trial
     assert trial["compared_with"] == OWN_FORWARD
     assert trial["not_compared"]  # the scripted worker has no library
+
+
+async def test_a_trial_has_its_memory_reserved_until_its_worker_is_gone(make: Make, folder: Path) -> None:
+    """It ran beside the ledger: what it took was granted to others too."""
+    ledger = Ledger(host_budget=2**40)
+    registry = make(memory=Admission(ledger, Footprints(), nothing))
+    task = await registry.try_out(await added(registry, model(folder)), TrialOptions())
+    await eventually(lambda: ledger.held_by(TRIAL_NAME))
+    assert ledger.reserved("") > 0
+    await task.finished()
+    assert ledger.reserved("") == 0
+
+
+async def test_a_trial_that_does_not_fit_is_refused_and_says_nothing_of_the_model(make: Make, folder: Path) -> None:
+    ledger = Ledger(host_budget=2**20)
+    registry = make(memory=Admission(ledger, Footprints(), nothing))
+    model_id = await added(registry, str(build("bert", folder / "small")))
+    with pytest.raises(OutOfDeviceMemory, match=r"trial of '.*small' does not fit: it needs \d+ MiB of .*budget 1,"):
+        await tried(registry, model_id)
+    assert (await registry.get(model_id)).status is ModelStatus.DOWNLOADED
+    assert ledger.reserved("") == 0
+
+
+async def nothing() -> None:
+    """A report of the system that changes no figure."""
 
 
 class Answering:

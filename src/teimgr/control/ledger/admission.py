@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from teimgr.control.ledger.footprints import Footprints, ModelOptions
@@ -80,6 +80,20 @@ class Admission:
         """Give back what was promised to a worker, if it has not taken it."""
         if (promised := self._promised.pop((instance, replica), None)) is not None:
             self.release(promised)
+
+    @asynccontextmanager
+    async def held_for(self, spec: WorkerSpec, device_kind: str) -> AsyncIterator[None]:
+        """Reserve for a worker without a supervisor while the block runs; nothing is evicted for it, nor waited for.
+
+        Raises:
+            OutOfDeviceMemory: it does not fit now.
+        """
+        if shortage := await self.promise(spec, device_kind):
+            raise OutOfDeviceMemory(shortage.reason)
+        try:
+            yield
+        finally:
+            self.break_promise(spec.name, spec.replica)
 
     async def take(self, spec: WorkerSpec, device_kind: str) -> Reservation:
         """Reserve what a worker will take, at once where it fits and no other load waits; `release` must follow.

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from teimgr.config.instance_keys import key_faults
 from teimgr.config.instance_limits import check_allowed
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher
-from teimgr.control.placement.decision import place
-from teimgr.control.placement.gpus import GpuInventory
+from teimgr.control.ledger.admission import Admission
+from teimgr.control.placement.decision import device_kind, place
+from teimgr.control.placement.gpus import Gpu, GpuInventory
 from teimgr.control.placement.planner import usable_cores, worker_spec
 from teimgr.control.registry import cache as disk
 from teimgr.control.registry.cache import HubCache, Snapshot
@@ -31,7 +33,15 @@ from teimgr.control.registry.records import (
 )
 from teimgr.control.registry.tasks import ModelTask, ModelTasks, Observable
 from teimgr.control.registry.trial import TrialFailed, run_trial
-from teimgr.errors import InvalidConfig, ModelInUse, ModelLoadFailed, ModelNotFound, Unavailable, ValidationError
+from teimgr.errors import (
+    InvalidConfig,
+    ModelInUse,
+    ModelLoadFailed,
+    ModelNotFound,
+    OutOfDeviceMemory,
+    Unavailable,
+    ValidationError,
+)
 from teimgr.models import hub
 from teimgr.models.directory import broken_file, missing_file
 from teimgr.models.source import WrongSourceError, decide, revision_problem
@@ -59,7 +69,8 @@ class TrialOptions:
 class Registry:
     """The models of this host. Files are read from the disk each time; results of trials and downloads are recorded.
 
-    No trial begins before `booted`: the boot ends all workers that belong to no instance.
+    No trial begins before `booted`: the boot ends all workers that belong to no instance. The worker of a trial has its
+    memory reserved in `memory`, on `host`, the name of this host in the fleet.
     """
 
     def __init__(
@@ -72,6 +83,8 @@ class Registry:
         cache: HubCache | None = None,
         environ: Mapping[str, str] = os.environ,
         booted: asyncio.Event | None = None,
+        memory: Admission | None = None,
+        host: str = "",
     ) -> None:
         self._settings = settings
         self._launcher = launcher
@@ -81,6 +94,8 @@ class Registry:
         self._given_cache = cache
         self._environ = environ
         self._booted = booted
+        self._memory = memory
+        self._host = host
         self._records = ModelRecords(records_path(settings.state_file))
         self._tasks = ModelTasks()
         self._started_at = now_rfc3339()
@@ -191,7 +206,7 @@ class Registry:
         return self._tasks.begin(
             model_id,
             ModelTask(ModelStatus.LOADING),
-            lambda: self._try_out(model_id, snapshot, spec, gpu.index if gpu else None),
+            lambda: self._try_out(model_id, snapshot, spec, gpu),
         )
 
     async def delete(self, model_id: str) -> ModelView:
@@ -264,11 +279,12 @@ class Registry:
         fields = {"model": model_id, "commit": fetched.commit, "received_bytes": download.received_bytes}
         log.info("model fetched", extra=fields)
 
-    async def _try_out(self, model_id: str, snapshot: Snapshot, spec: WorkerSpec, gpu_id: int | None) -> None:
+    async def _try_out(self, model_id: str, snapshot: Snapshot, spec: WorkerSpec, gpu: Gpu | None) -> None:
         if self._booted is not None:
             await self._booted.wait()
         try:
-            async with self._trial_lock:
+            async with self._trial_lock, self._reserved(model_id, spec, gpu):
+                gpu_id = gpu.index if gpu else None
                 found = await run_trial(self._launcher, spec, gpu_id, self._settings.startup_timeout_secs)
         except TrialFailed as error:
             log.warning("model failed its trial", extra={"model": model_id, "reason": str(error)})
@@ -280,6 +296,23 @@ class Registry:
         self._metrics.count(catalogue.TRIALS, "failed" if change["verification_error"] else "verified")
         self._records.note(model_id, tried_commit=snapshot.commit, **change)
         await self._records.save()
+
+    @asynccontextmanager
+    async def _reserved(self, model_id: str, spec: WorkerSpec, gpu: Gpu | None) -> AsyncIterator[None]:
+        """Have the memory of a trial's worker, which the kernel would else take from one that serves.
+
+        Raises:
+            OutOfDeviceMemory: it does not fit; the model may be good.
+        """
+        if self._memory is None:
+            yield
+            return
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._memory.held_for(replace(spec, host=self._host), device_kind(gpu)))
+            except OutOfDeviceMemory as error:
+                raise OutOfDeviceMemory(f"The trial of '{model_id}' does not fit: it {error.message}") from None
+            yield
 
     def _check_code(self, model_id: str, revision: str | None) -> None:
         """Raise ValidationError where no code can be fetched at a revision."""
