@@ -201,3 +201,8 @@ def test_the_table_in_the_design_has_the_limits() -> None:
         return [f"{limit.seconds:g}", *("–" if count is None else str(count) for count in counts)]
 
     assert shown == {phase.name.lower(): cells(limit) for phase, limit in LIMITS.items()}
+
+
+def test_what_a_proxy_writes_in_place_of_an_address_counts_as_one_client() -> None:
+    """RFC 7239 allows names, also with a port; they were a 500 on every route."""
+    assert network_of("unknown:x") == "unknown:x"

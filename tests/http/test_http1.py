@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 import socket
 import struct
@@ -395,6 +397,20 @@ async def test_a_connection_closed_behind_an_answer_is_held_within_a_time_and_by
                 sent += 1
         assert 32 < sent < 100, "megabytes"
         await eventually(lambda: gate.count == 0)
+
+
+async def test_without_a_descriptor_to_keep_it_open_a_connection_just_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    sock, gate = bind("127.0.0.1", 0), ConnectionGate()
+    async with serving(hello, sock, gate=gate) as listener, asyncio.timeout(20):
+        monkeypatch.setattr(os, "dup", refuse)
+        reader, writer = await connected(sock)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 9\r\n\r\nx")
+        await until_closed(reader)
+        await eventually(lambda: gate.count == 0 == listener.connections)
+        writer.close()
 
 
 async def test_the_rest_of_an_answered_request_may_come_and_another_one_behind_it() -> None:

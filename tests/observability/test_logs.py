@@ -7,7 +7,9 @@ import io
 import json
 import logging
 import os
+import pty
 import re
+import select
 import subprocess
 import sys
 from datetime import datetime
@@ -54,6 +56,24 @@ def test_a_reader_that_stops_holds_up_nobody_and_learns_what_is_missing() -> Non
         assert not cut or not kept[-1].endswith(b"}")
         count = 50 - len(whole)
         assert json.loads(missing)["message"].startswith(f"{count} events are missing here")
+        assert json.loads(last)["message"] == "read again"
+        logs.setup("info", "json", io.StringIO())
+
+
+def test_a_terminal_that_nobody_reads_holds_up_nobody() -> None:
+    """It has room for a part of a line, and a write of the rest blocks."""
+    reading, writing = pty.openpty()
+    with os.fdopen(reading, "rb", buffering=0) as terminal, os.fdopen(writing, "w") as stream:
+        logs.setup("info", "json", stream)
+        for number in range(200):
+            logging.getLogger("teimgr.x").info("%d %s", number, "x" * 700)
+
+        select.select([terminal], [], [], 20)
+        while select.select([terminal], [], [], 0)[0]:
+            os.read(reading, 65536)
+        logging.getLogger("teimgr.x").info("read again")
+        *_, missing, last = os.read(reading, 65536).splitlines()
+        assert re.match(r"\d+ events are missing here", json.loads(missing)["message"])
         assert json.loads(last)["message"] == "read again"
         logs.setup("info", "json", io.StringIO())
 

@@ -78,17 +78,11 @@ EXIT_REFUSED = 1
 QUIET_S = 1.0
 """For requests on open connections that a successor cannot take over, before they are closed."""
 LAST_GRACE_S = 1.0
+"""What workers have at the end of a stop at least, to finish a batch and give their device and ports back."""
 # For the end of the daemon beside its grace: more than the phases of a shutdown may take together.
 _END_LIMIT_S = 40.0
 # For threads that are left when all phases are over.
 _THREADS_LIMIT_S = 5.0
-"""What workers have at the end of a stop at least, to finish a batch and give their device and ports back."""
-
-
-def _give_up() -> None:
-    if select.select((), (2,), (), 0)[1]:  # no log: its disk may be what does not answer
-        os.write(2, b"the daemon did not end in time: a disk does not answer, or a thread\n")
-    os._exit(EXIT_REFUSED)
 
 
 def main(configuration: Configuration, source: Source, predecessor: Predecessor | None = None) -> int:
@@ -121,7 +115,7 @@ class Daemon:
         self.stopping = asyncio.Event()
         self._serves = asyncio.Event()
         self._stop_began: float | None = None
-        self._last_resort = threading.Timer(0, _give_up)  # not started
+        self._last_resort = threading.Timer(0, self._give_up)  # not started
         self.notifier = Notifier()
         self.predecessor = predecessor
         self.facts = {name: str(getattr(settings, name).absolute()) for name in ("state_file", "run_dir")}
@@ -337,6 +331,7 @@ class Daemon:
                     async with self.notifier.serving(f"{len(self.manager.list())} instances"):
                         self._serves.set()
                         await self.stopping.wait()
+                    self._end_within(self.settings.graceful_shutdown_timeout_secs + _END_LIMIT_S)
                     if self.succession.is_taking_over:
                         self._leave_listeners(listeners, server, health)
                     self._stop_began = asyncio.get_running_loop().time()
@@ -463,7 +458,6 @@ class Daemon:
         Where a successor has the word, muxes and workers are its.
         """
         await self.succession.cancel()
-        self._end_within(self.settings.graceful_shutdown_timeout_secs + _END_LIMIT_S)
         grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
         ends = (self._stop_began or clock()) + grace_s
         if self.succession.has_given_word:
@@ -497,9 +491,14 @@ class Daemon:
     def _end_within(self, limit_s: float) -> None:
         """End the process in any case: a thread that waits for a disk cannot be cancelled, and Python waits for it."""
         self._last_resort.cancel()
-        self._last_resort = threading.Timer(limit_s, _give_up)
+        self._last_resort = threading.Timer(limit_s, self._give_up)
         self._last_resort.daemon = True
         self._last_resort.start()
+
+    def _give_up(self) -> None:
+        if select.select((), (2,), (), 0)[1]:  # no log: its disk may be what does not answer
+            os.write(2, b"the daemon did not end in time: a disk does not answer, or a thread\n")
+        os._exit(self.succession.leave(EXIT_REFUSED))
 
     def ended(self) -> None:
         """The loop and its threads have ended: nothing is left to wait for."""

@@ -153,10 +153,16 @@ class ClosedConnection(asyncio.Protocol):
         self._dropped = self._checked = 0
 
     def take(self, transport: asyncio.Transport) -> asyncio.Task[None] | None:
-        """Take over the socket of a transport that is being closed; None if it has TLS, whose close waits anyway."""
+        """Take over the socket of a transport that is being closed.
+
+        None, and nothing is taken over, if it has TLS, whose close waits anyway, or the process has no descriptor left.
+        """
         if transport.get_extra_info("sslcontext") is not None:
             return None
-        taken = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        try:
+            taken = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        except OSError:
+            return None
         return asyncio.get_running_loop().create_task(self._begin(taken))
 
     async def _begin(self, taken: socket.socket) -> None:
@@ -441,7 +447,10 @@ class ConnectionGate:
 
 
 def network_of(address: str) -> str:
-    """What counts as one client: an IPv4 address, or the /64 network of an IPv6 address."""
+    """What counts as one client: an IPv4 address, the /64 network of an IPv6 address, or what a proxy names else."""
     if ":" not in address or address.startswith("::ffff:"):
         return address
-    return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex()
+    try:
+        return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex()
+    except OSError:
+        return address

@@ -21,6 +21,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ def setup(
     root = logging.getLogger()
     for old in [handler for handler in root.handlers if isinstance(handler, _Handler)]:
         root.removeHandler(old)
+        old.close()
         for name in old.directed:
             logging.getLogger(name).setLevel(logging.NOTSET)
     root.addHandler(handler)
@@ -223,12 +225,23 @@ class _Handler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self._unwritten = 0
         self._is_cut = False  # the last event that was written
+        self._descriptor = -1
+        self._is_own = False
         self._room: select.poll | None = None  # of a stream that has a reader
-        with suppress(OSError):  # it has no descriptor
+        with suppress(OSError):  # it has no descriptor, or is the terminal of another user
             descriptor = stream.fileno()
+            if os.isatty(descriptor):  # it blocks where it has room for less than a line
+                flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+                descriptor, self._is_own = os.open(os.ttyname(descriptor), flags), True
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                self._room = select.poll()
+                self._descriptor, self._room = descriptor, select.poll()
                 self._room.register(descriptor, select.POLLOUT)
+
+    def close(self) -> None:
+        if self._is_own:
+            os.close(self._descriptor)
+            self._is_own, self._room = False, None
+        super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._room is None:
@@ -252,12 +265,17 @@ class _Handler(logging.StreamHandler[TextIO]):
 
     def _write(self, data: bytes) -> None:
         assert self._room is not None
-        for start in range(0, len(data), select.PIPE_BUF):  # as much as a pipe has room for, if it has any
-            if not self._room.poll(0 if self._unwritten else _READER_WAIT_S * 1000):
+        at, ends = 0, time.monotonic() + (0 if self._unwritten else _READER_WAIT_S)
+        while at < len(data):
+            try:
+                if not self._room.poll(max(0, ends - time.monotonic()) * 1000):
+                    raise BlockingIOError
+                # As much as a pipe has room for, if it has any; a terminal takes a part of it.
+                at += os.write(self._descriptor, data[at : at + select.PIPE_BUF])
+            except BlockingIOError:
                 self._unwritten += 1
-                self._is_cut |= start > 0
+                self._is_cut |= at > 0
                 return
-            os.write(self.stream.fileno(), data[start : start + select.PIPE_BUF])
 
 
 class _FileHandler(logging.StreamHandler[TextIO]):

@@ -551,7 +551,7 @@ async def test_a_disk_that_does_not_answer_refuses_changes_in_time_and_is_follow
     kept: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_WRITE_LIMIT_S", 0.05)
-    monkeypatch.setattr(store_module, "_CLOSE_LIMIT_S", 0.05)
+    await kept.state.load(kept.settings)
     await kept.state.write()
     write, answers, writers = store_module.write_atomically, threading.Event(), 0
 
@@ -568,7 +568,9 @@ async def test_a_disk_that_does_not_answer_refuses_changes_in_time_and_is_follow
                 pytest.fail("the body ran")
     await asyncio.gather(*(kept.state.write_quietly() for _ in range(20)))
     assert "has not answered" in str(kept.state.alarm_text)
-    await kept.state.close()
+    await kept.state.close(limit_s=0.05)
+    with pytest.raises(InvalidConfig, match="another"):  # the write may still replace the file
+        Store(kept.path).open()
 
     answers.set()
     await eventually(lambda: kept.state.alarm_text is None and kept.written() == [SPEC])

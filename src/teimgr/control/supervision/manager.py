@@ -248,14 +248,17 @@ class Manager:
         # A start that was under way may have begun to supervise an instance since.
         late = [each for each in self._instances.values() if each.is_supervised and each not in supervised]
         await asyncio.gather(*(self._shut_down(instance, at_once=True) for instance in late))
-        await self._end_supervision()
+        await self._end_supervision(_BACKGROUND_LIMIT_S)
 
     async def release(self) -> None:
-        """End, and leave every worker running: the next daemon adopts them, and begins interrupted updates again."""
+        """End, and leave every worker running: the next daemon adopts them, and begins interrupted updates again.
+
+        Waits for the last write of the state without a limit: a late one would replace what the next daemon writes.
+        """
         await self._begin_end()
         await asyncio.gather(*(instance.give_up_update(_BACKGROUND_LIMIT_S) for instance in self._instances.values()))
         await self._turns.ended(_BACKGROUND_LIMIT_S)
-        await self._end_supervision()
+        await self._end_supervision(None)
 
     async def _begin_end(self) -> None:
         """Refuse commands and starts from now on."""
@@ -266,7 +269,7 @@ class Manager:
         for instance in self._instances.values():
             instance.accepts_no_more_starts()
 
-    async def _end_supervision(self) -> None:
+    async def _end_supervision(self, state_limit_s: float | None) -> None:
         """Leave the processes that there are, end what goes on in the background, release the state file."""
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
             await asyncio.wait(tasks)
@@ -275,7 +278,7 @@ class Manager:
             for task in late:
                 log.error("given up at the end of the daemon", extra={"task": task.get_name()})
         await self._planner.memory.footprints.close()
-        await self._state.close()
+        await self._state.close(state_limit_s)
 
     async def _shut_down(self, instance: ManagedInstance, at_once: bool) -> None:
         if at_once:

@@ -42,9 +42,8 @@ SET_ASIDE_KEPT = 5
 _UPDATE_TRIES = 5
 # Between attempts to write the state file while the disk refuses.
 _RETRY_S = 5.0
-# For one write, as a disk behind a network may not answer; and for the last one when the daemon ends.
+# For one write, as a disk behind a network may not answer.
 _WRITE_LIMIT_S = 10.0
-_CLOSE_LIMIT_S = 5.0
 # The digest is that of all bytes behind this.
 _HEAD = re.compile(rb'\Alast_updated = "[^"\n]*"\nsha256 = "([0-9a-f]{64})"\n\n')
 # Always written, in this order, as tei-manager does; `extra_args` may be empty.
@@ -286,6 +285,7 @@ class WantedState:
         self._tries: dict[str, int] = {}  # how often the update under way was begun by earlier daemons
         self._saving = asyncio.Lock()
         self._writing: set[asyncio.Task[None]] = set()
+        self._is_late = False  # the write that has begun
         self._next_write: asyncio.Task[None] | None = None  # not begun yet: it writes the state of then
         self._saved: list[InstanceSpec] | None = None
         self._retry: asyncio.Task[None] | None = None
@@ -306,14 +306,19 @@ class WantedState:
         self._unfinished = {spec.name: spec.pending_update for spec in loaded.specs if spec.pending_update}
         return [replace(spec, pending_update=None) for spec in loaded.specs]
 
-    async def close(self) -> None:
-        """Try a last time to write what the disk refused, release the file; within `_CLOSE_LIMIT_S`."""
+    async def close(self, limit_s: float | None = None) -> None:
+        """Try a last time to write what the disk refused, release the file.
+
+        A disk that does not answer has `limit_s`. Then the file stays locked as long as the process lives, as the write
+        may still take place.
+        """
         self._closing.set()
         last = [*self._writing, *([self._retry] if self._retry is not None else [])]
         if last:
-            _, late = await asyncio.wait(last, timeout=_CLOSE_LIMIT_S)
+            _, late = await asyncio.wait(last, timeout=limit_s)
             if late:
                 log.error("the last write of the state is given up: its disk does not answer")
+                return
         self._store.close()
 
     # Alarms
@@ -461,12 +466,15 @@ class WantedState:
         """Write the state if it is not on disk; where the disk refuses, try again in the background too.
 
         Raises:
-            StateNotSaved: the disk refused, or did not answer in time.
+            StateNotSaved: the disk refused, or did not answer in time, to this write or an earlier one.
         """
         writing = self._queue_write()
+        if self._is_late:
+            raise StateNotSaved(str(self._save_alarm))
         # Its thread cannot be cancelled: where the caller is, the next write waits for this one and compares with it.
         await asyncio.wait((writing,), timeout=_WRITE_LIMIT_S)
         if not writing.done():
+            self._is_late = True
             self._queue_write()  # without what is refused now
             raise StateNotSaved(self._alarm(f"its disk has not answered for {_WRITE_LIMIT_S:g} s"))
         writing.result()
@@ -488,6 +496,7 @@ class WantedState:
 
     def _on_written(self, writing: asyncio.Task[None]) -> None:
         self._writing.discard(writing)
+        self._is_late = False
         if not writing.cancelled():
             writing.exception()  # retrieved, as the caller may be gone; the alarm has it
 
