@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from teimgr.control.sharing.places import Made, grant
+from teimgr.control.sharing.places import FAILED_KEPT, Made, grant, left_for_calls
 
 
 def held(*keys: str) -> list[Made]:
@@ -16,6 +16,37 @@ def held(*keys: str) -> list[Made]:
 def test_a_key_that_is_alone_may_have_all_places_and_no_more() -> None:
     assert grant(held("a", "a"), "a", 3) == (True, (), "")
     assert not grant(held("a", "a", "a"), "a", 3).is_given
+
+
+def test_a_key_has_three_quarters_at_most_and_callers_without_one_have_all() -> None:
+    assert grant(held("a", "a"), "a", 4).is_given
+    assert not grant(held("a", "a", "a"), "a", 4).is_given
+    assert grant(held("a", "a", "a"), "b", 4) == (True, (), "")
+    assert grant(held("", "", ""), "", 4) == (True, (), "")
+
+
+def test_a_key_that_has_three_quarters_gives_one_of_its_own() -> None:
+    made = held("a", "a", "a", "a", "a", "a", "b")
+    assert [each.name for each in grant(made, "a", 8).instead] == ["a0", "a1", "a2", "a3", "a4", "a5"]
+    made[3], made[6] = (made[number]._replace(has_failed=True) for number in (3, 6))
+    assert [each.name for each in grant(made, "a", 8).instead] == ["a3"]
+
+
+def test_of_those_that_have_failed_a_few_stay_though_places_are_free() -> None:
+    failed = [each._replace(has_failed=True) for each in held(*["a"] * FAILED_KEPT)]
+    assert grant(failed[1:], "b", 100) == (True, (), "")
+    assert grant(failed, "b", 100).instead == tuple(failed)
+
+
+def test_calls_leave_an_operator_a_quarter() -> None:
+    found = {size: left_for_calls(size, 0) for size in (1, 2, 4, 100)}
+    assert found == {1: 1, 2: 1, 4: 3, 100: 75}
+    assert left_for_calls(100, 20) == 75
+    assert left_for_calls(100, 40) == 60
+
+
+def test_without_a_place_none_is_given() -> None:
+    assert not grant([], "a", 0).is_given
 
 
 def test_a_key_above_its_share_loses_its_least_valuable_one_to_another() -> None:
@@ -61,5 +92,5 @@ def test_each_key_gets_its_share_whatever_the_others_have() -> None:
             if found.is_given:
                 made.append(Made(str(number), key, draw.random()))
             else:
-                assert before[key] >= limit // len(before.keys() | {key})
+                assert before[key] >= min(limit - limit // 4, limit // len(before.keys() | {key}))
             assert len(made) <= limit

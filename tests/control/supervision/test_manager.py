@@ -29,8 +29,8 @@ from teimgr.control.supervision.store import parse
 from teimgr.errors import (
     Code,
     InstanceNotFound,
-    MaxInstancesReached,
     NotRunning,
+    Overloaded,
     StateNotSaved,
     UpdateFailed,
     ValidationError,
@@ -584,14 +584,14 @@ async def test_a_key_with_more_than_its_share_of_the_places_loses_its_least_valu
     fleet = fleets(on_demand=OnDemandSettings(models=("org/*",), max_instances=3))
     await fleet.manager.boot()
     first, second, third = [str(await fleet.manager.declare(f"org/{name}", "one")) for name in ("a", "b", "c")]
-    with pytest.raises(MaxInstancesReached):
+    with pytest.raises(Overloaded):
         await fleet.manager.declare("org/d", "one")
     values = {first: None, second: 2.0, third: 1.0}
 
     fourth = await fleet.manager.declare("org/d", "two", values.__getitem__)
 
     assert sorted(view.spec.name for view in fleet.manager.list()) == sorted([first, second, str(fourth)])
-    with pytest.raises(MaxInstancesReached):  # one of three is its share, and the first key is alone above its own
+    with pytest.raises(Overloaded):  # one of three is its share, and the first key is alone above its own
         await fleet.manager.declare("org/e", "two", lambda name: None)
 
 
@@ -604,8 +604,33 @@ async def test_a_model_that_calls_had_made_and_that_fails_gives_its_place_to_ano
     second = await fleet.manager.declare("org/second")
 
     assert [view.spec.name for view in fleet.manager.list()] == [second]
-    with pytest.raises(MaxInstancesReached):
+    with pytest.raises(Overloaded):
         await fleet.manager.declare("org/third")
+
+
+async def test_a_model_that_calls_had_made_and_that_has_failed_for_good_is_no_alarm(fleets: Fleets) -> None:
+    fleet = fleets()
+    await fleet.manager.boot()
+    for name, is_by_call in (("a", True), ("b", False)):
+        await fleet.create(f"fail-permanent={Code.MODEL_NOT_FOUND.value}", name, by_call=is_by_call)
+        await fleet.until(lambda entry: entry.state is State.FAILED, name)
+    assert [alarm.split(":")[0] for alarm in fleet.manager.alarms()] == ["b"]
+
+
+@pytest.mark.parametrize("limits", [{"max_instances": 4}, {"instance_port_start": 23200, "instance_port_end": 23204}])
+async def test_instances_of_calls_leave_places_and_ports_to_an_operator(
+    fleets: Fleets, limits: dict[str, object]
+) -> None:
+    fleet = fleets(on_demand=OnDemandSettings(models=("org/*",)), **limits)
+    await fleet.manager.boot()
+    for number in range(3):
+        await fleet.manager.declare(f"org/{number}")
+
+    with pytest.raises(Overloaded) as refused:
+        await fleet.manager.declare("org/more")
+
+    assert refused.value.retry_after_s
+    await fleet.create(load="on_demand")
 
 
 async def test_a_tag_of_a_user_does_not_count_an_instance_among_those_of_calls(fleets: Fleets) -> None:
@@ -669,7 +694,7 @@ async def test_calls_at_the_same_time_have_no_more_instances_made_and_none_of_an
     models = {view.spec.name: view.spec.model_id for view in fleet.manager.list()}
     assert sorted(models.values()) == ["a/model", "b/model"]
     assert [models.get(str(name)) for name in answers[:2] + answers[4:6]] == ids[:2] * 2
-    assert all(isinstance(each, MaxInstancesReached) for each in answers[2:4] + answers[6:])
+    assert all(isinstance(each, Overloaded) for each in answers[2:4] + answers[6:])
 
 
 async def test_series_of_deleted_instances_stay_for_the_last_ones_alone(

@@ -335,7 +335,8 @@ class ManagedInstance:
         """Sentences for an operator."""
         if (kept := self.resting) is not None and kept.state is not State.FAILED:
             return
-        if self.state is State.FAILED and self.spec.wanted_running:
+        is_a_callers = self.spec.by_call and self.retry_s is None  # such as an id that no model has
+        if self.state is State.FAILED and self.spec.wanted_running and not is_a_callers:
             yield f"{self.spec.name}: failed: {self.view().reason}"
         running = [each.number for each in self._serving if each.state is State.RUNNING]
         starting = [each.start_problem for each in self._serving if each.start_problem]

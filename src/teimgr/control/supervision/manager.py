@@ -25,7 +25,7 @@ from teimgr.control.placement.gpus import InventorySource
 from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import Planner, usable_cores, with_batch_tokens, worker_spec
 from teimgr.control.residence.rehearsal import Rehearsal
-from teimgr.control.sharing.places import Grant, Made, grant
+from teimgr.control.sharing.places import Grant, Made, grant, left_for_calls
 from teimgr.control.supervision.command_turns import CommandTurns
 from teimgr.control.supervision.crash_reports import Crash, CrashReports
 from teimgr.control.supervision.fleet_plan import Planning
@@ -44,6 +44,8 @@ from teimgr.errors import (
     InvalidInstanceName,
     MaxInstancesReached,
     NotRunning,
+    Overloaded,
+    PortAllocationFailed,
     TeimgrError,
     Unavailable,
 )
@@ -68,6 +70,8 @@ from teimgr.wire.routing.directory import Directory
 log = logging.getLogger(__name__)
 
 _NAME_CHARS = 64
+# When a call that found no place for its model may come again.
+_PLACE_S = 10.0
 # Deleted instances that metrics still have series of.
 _DELETED_KEPT = 1000
 ADOPTION_LIMIT_S = 2.0
@@ -547,7 +551,7 @@ class Manager:
         `value` are the recent calls a second of an instance, None if it may not go now.
 
         Raises:
-            MaxInstancesReached: calls have had too many made, and none may go.
+            Overloaded: calls have had too many made, and none may go now.
             TeimgrError: as `create`.
         """
         if not allows(self._settings.on_demand.models, model_id):
@@ -572,9 +576,10 @@ class Manager:
             Made(each.spec.name, each.spec.by_key, worth, each.state is State.FAILED)
             for each, worth in zip(made, values, strict=True)
         ]
-        granted = grant(held, key, limits.max_instances)
+        limit = self._limit_of_calls()
+        granted = grant(held, key, limit)
         if not granted.is_given or (granted.instead and not await self._give_place(granted, model_id)):
-            raise MaxInstancesReached(limits.max_instances)
+            raise Overloaded(f"No place for an instance of {model_id!r}: calls may have {limit} made", _PLACE_S)
         spec = InstanceSpec(
             name=name_of_model(model_id, self._instances),
             model_id=model_id,
@@ -591,7 +596,18 @@ class Manager:
             if (made_meanwhile := self._name_of(model_id)) is None:  # the name is another model's since
                 raise
             return made_meanwhile
+        except (MaxInstancesReached, PortAllocationFailed) as error:  # an inference caller may try again
+            raise Overloaded(error.message, _PLACE_S) from error
         return spec.name
+
+    def _limit_of_calls(self) -> int:
+        """How many instances calls may have made beside those that there are."""
+        settings, others = self._settings, [each.spec for each in self._instances.values() if not each.spec.by_call]
+        ports = range(settings.instance_port_start, settings.instance_port_end)
+        left = left_for_calls(len(ports), sum(spec.port in ports for spec in others))
+        if settings.max_instances is not None:
+            left = min(left, left_for_calls(settings.max_instances, len(others)))
+        return max(0, min(left, settings.on_demand.max_instances))
 
     async def _give_place(self, found: Grant, model_id: str) -> bool:
         """Delete the first instance that can go for one of another model; False where none can."""
