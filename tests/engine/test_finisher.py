@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice, permutations
 from pathlib import Path
@@ -19,7 +20,7 @@ from teimgr.engine import runner
 from teimgr.engine.backbone import Batching
 from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 from teimgr.engine.batching.queue import QueueEntry
-from teimgr.engine.finisher import BatchResults, Failures, Finisher, HostRows, StartedBatch
+from teimgr.engine.finisher import BatchResults, Failures, Finisher, HostRows, InFlightLimit, StartedBatch
 from teimgr.engine.heads import Rows
 from teimgr.engine.job import InferOptions, Job, Lane, Output, Pair
 from teimgr.engine.model import Model, load_model
@@ -48,11 +49,10 @@ def test_a_finisher_that_hangs_can_be_left(released: threading.Event) -> None:
     job.vectors = np.zeros((1, 4), dtype=np.float32)
     entry = QueueEntry(job, np.zeros(1, np.intp), Encoded(np.zeros(1, dtype=np.int32)))
     limit = finisher.new_limit()
-    for _ in range(4):
-        limit.enter(1, 0)
-    for _ in range(3):  # one is at hand, and two fill the queue
-        finisher.put(StartedBatch([entry], np.zeros(1, np.intp), hang, limit, 1))
-    stuck = threading.Thread(target=finisher.put, args=(StartedBatch([entry], np.zeros(1, np.intp), hang, limit, 1),))
+    *started, last = [StartedBatch([entry], np.zeros(1, np.intp), hang, limit.enter(1, 0)) for _ in range(4)]
+    for batch in started:  # one is at hand, and two fill the queue
+        finisher.put(batch)
+    stuck = threading.Thread(target=finisher.put, args=(last,))
     stuck.start()
     closing = threading.Thread(target=finisher.close, args=(0.1,))
     closing.start()
@@ -67,6 +67,21 @@ def test_a_finisher_that_hangs_can_be_left(released: threading.Event) -> None:
     assert job.errors == {}
 
 
+def test_a_batch_computed_within_another_has_its_own_time_and_the_one_around_leaves_it_out() -> None:
+    limit = InFlightLimit()
+    around = limit.enter(100, 1_000)
+    within = limit.enter(1, 5_000)
+    ended_ns = within.leave()
+
+    assert within.began_ns == 5_000
+    assert around.began_ns == limit.began_ns == 1_000 + ended_ns - 5_000
+
+    following = limit.enter(1, time.monotonic_ns())
+    assert around.leave() == following.began_ns == limit.began_ns  # batches are computed one after the other
+    following.leave()
+    assert (limit.tokens, limit.batches, limit.departures, limit.began_ns) == (0, 0, 3, None)
+
+
 def test_a_host_without_room_for_results_fails_its_batch_alone() -> None:
     faults: list[str] = []
     freed: list[bool] = []
@@ -74,12 +89,11 @@ def test_a_host_without_room_for_results_fails_its_batch_alone() -> None:
     job = Job(["a"], InferOptions(), Lane.BULK)
     entry = QueueEntry(job, np.zeros(1, np.intp), Encoded(np.zeros(1, dtype=np.int32)))
     limit = finisher.new_limit()
-    limit.enter(1, 0)
 
     def full() -> dict[Output, HostRows]:
         raise RuntimeError("CUDA error: out of memory")
 
-    batch = StartedBatch([entry], np.zeros(1, np.intp), full, limit, 1, free=lambda: freed.append(True))
+    batch = StartedBatch([entry], np.zeros(1, np.intp), full, limit.enter(1, 0), free=lambda: freed.append(True))
     assert finisher.finish_here(batch)
 
     assert (type(job.errors[0]), freed) == (OutOfDeviceMemory, [True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -49,14 +50,14 @@ LEAST |= dict.fromkeys(("Qwen3-VL", "GME", "EmbeddingGemma2"), 22)
 
 
 class Ordered(Served):
-    """An engine whose jobs are in `order` as they were delivered."""
+    """An engine with the moments when its jobs were delivered."""
 
     def __init__(self, path: Path) -> None:
-        self.order = list[Job]()
+        self.delivered_ns = dict[Job, int]()
         super().__init__(path)
 
     def _take(self, jobs: list[Job]) -> None:
-        self.order.extend(jobs)
+        self.delivered_ns |= dict.fromkeys(jobs, time.monotonic_ns())
         super()._take(jobs)
 
 
@@ -129,5 +130,9 @@ def test_a_query_comes_in_between_the_steps_of_a_bulk_job(
         engine.close(1.0)
     assert not bulk.errors
     assert not steps.query.errors
-    assert served.order.index(steps.query) < served.order.index(bulk)
+    assert served.delivered_ns[steps.query] < served.delivered_ns[bulk]
+    for job in (steps.query, bulk):  # each has its own times, whichever was computed within the other
+        assert min(job.tokenization_ns, job.queue_ns, job.inference_ns) >= 0
+        own_ns = served.delivered_ns[job] - job.submitted_ns
+        assert job.tokenization_ns + job.queue_ns + job.inference_ns <= own_ns
     assert steps.count >= LEAST[name]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -30,6 +33,7 @@ from tests.support.models import (
     build_multi_vector,
     build_splade,
 )
+from tests.support.models.dual_encoders import build_gme, file_of, noise
 from tests.support.polling import eventually
 from tests.support.worker_process import Answer, Connect, WorkerLink, WorkerProcess, arrow
 from tests.worker.test_dispatcher import FakeEngine, dispatching
@@ -657,6 +661,29 @@ def metadata_of(timings: Timings) -> tei_pb2.Metadata:
         queue_time_ns=timings.queue_ns,
         inference_time_ns=timings.inference_ns,
     )
+
+
+async def test_queries_beside_bulk_on_one_thread_are_answered_with_their_own_times(
+    tmp_path: Path, connect: Connect
+) -> None:
+    """One thread computes both lanes of this model: queries between the steps of a batch of pictures."""
+    pictures = [base64.b64encode(file_of(noise(96, 96, seed))).decode() for seed in range(8)]
+    body = json.dumps({"inputs": [{"content": [{"type": "image", "data": data}]} for data in pictures]}).encode()
+
+    def post() -> int:
+        headers = {"content-type": "application/json", "x-teimgr-lane": "bulk"}
+        with urllib.request.urlopen(urllib.request.Request(f"{worker.url}/embed", body, headers)) as answer:
+            return len(json.load(answer))
+
+    with WorkerProcess(build_gme(tmp_path)) as worker:
+        link = await connect(worker)
+        await link.state(link.post(Method.WATCH), "ready")
+        bulk = asyncio.gather(*[asyncio.to_thread(post) for _ in range(2)])
+        while not bulk.done():
+            began_ns = time.monotonic_ns()
+            times = (await link.ask(Method.EMBED, embed())).timings
+            assert times.queue_ns + times.inference_ns <= time.monotonic_ns() - began_ns
+        assert await bulk == [8, 8]
 
 
 @given(st.lists(floats, max_size=40), some_timings)

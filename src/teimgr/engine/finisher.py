@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -48,57 +48,80 @@ def vector_options(job: Job) -> VectorOptions:
 
 
 class InFlightLimit:
-    """Bounds the batches of one engine thread between start and finish, and counts their tokens. That thread enters,
-    the finisher leaves.
-
-    `began_ns` is a monotonic moment: when the oldest batch in flight started, and not before the last one ended, since
-    the batches of one thread are computed one after the other.
+    """Bounds the batches of one engine thread between start and finish, and counts their tokens. That thread enters;
+    it leaves where the batch did not start, else the finisher does.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._starts: deque[int] = deque()  # of the batches in flight, monotonic moments in ns
-        self._last_left_ns = 0
+        self._batches: list[BatchInFlight] = []  # in the order of their start
         self._abandoned = False
         self.tokens = 0
         self.departures = 0  # batches that left since the start: progress of the device
 
     @property
     def began_ns(self) -> int | None:
-        starts = self._starts
+        """When the oldest batch in flight began, a monotonic moment; None without one."""
         try:
-            return max(starts[0], self._last_left_ns)
+            return self._batches[0].began_ns
         except IndexError:  # none is in flight, or the last one left just now
             return None
 
     @property
     def batches(self) -> int:
-        return len(self._starts)
+        return len(self._batches)
 
     def wait_for_room(self) -> bool:
         """Wait until another batch may start; False once none may, since the finisher has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._abandoned or len(self._starts) < _BATCHES_IN_FLIGHT)
+            self._changed.wait_for(lambda: self._abandoned or len(self._batches) < _BATCHES_IN_FLIGHT)
             return not self._abandoned
 
-    def enter(self, tokens: int, now_ns: int) -> None:
+    def enter(self, tokens: int, now_ns: int) -> BatchInFlight:
+        batch = BatchInFlight(self, tokens, now_ns)
         with self._changed:
-            self._starts.append(now_ns)
+            self._batches.append(batch)
             self.tokens += tokens
+        return batch
 
-    def leave(self, tokens: int, now_ns: int) -> None:
+    def leave(self, batch: BatchInFlight) -> int:
+        """The moment when `batch` left; its `began_ns` stays as it is from then on."""
         with self._changed:
-            self._starts.popleft()
-            self._last_left_ns = now_ns
-            self.tokens -= tokens
+            now_ns = time.monotonic_ns()
+            place = self._batches.index(batch)
+            del self._batches[place]
+            for around in self._batches[:place]:
+                around.began_ns += now_ns - batch.began_ns
+            for later in self._batches[place:]:
+                later.began_ns = now_ns
+            self.tokens -= batch.tokens
             self.departures += 1
             self._changed.notify()
+            return now_ns
 
     def abandon(self) -> None:
         """Release all threads that wait for room, for good."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
+
+
+@dataclass(slots=True, eq=False)
+class BatchInFlight:
+    """A batch between start and finish, with the limit of its thread.
+
+    `began_ns` is a monotonic moment so that the time since is the batch's own: the batches of a thread are computed
+    one after the other, so it is not before the last one ended. One that ends before an older one was computed within
+    that one, as queries are within bulk: the older one began later by that time.
+    """
+
+    limit: InFlightLimit
+    tokens: int
+    began_ns: int
+
+    def leave(self) -> int:
+        """The moment when it ended."""
+        return self.limit.leave(self)
 
 
 @dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
@@ -155,15 +178,13 @@ class StartedBatch:
 
     The texts of all entries, one entry behind the other, are the texts `places` (int64 [texts]) of the results: equal
     inputs have the same one. Where `finished` is set, vectors are cut and normalised already, by these options of all
-    jobs. `in_flight` is that of the thread that started it. Once the results are written into jobs, `keep` gets them,
-    and then `free` gives their memory back.
+    jobs. Once the results are written into jobs, `keep` gets them, and then `free` gives their memory back.
     """
 
     entries: Sequence[QueueEntry]
     places: NDArray[np.intp]
     wait: Callable[[], Mapping[Output, HostRows]]
-    in_flight: InFlightLimit
-    tokens: int
+    in_flight: BatchInFlight
     finished: VectorOptions | None = None
     free: Callable[[], None] = nothing_to_free
     keep: Callable[[Mapping[Output, HostRows]], None] = keep_nothing
@@ -342,7 +363,7 @@ class Finisher:
 
         False where another thread is finishing, or has to finish one that this thread started before.
         """
-        if self._ended.is_set() or batch.in_flight.batches > 1 or not self._finishing.acquire(blocking=False):
+        if self._ended.is_set() or batch.in_flight.limit.batches > 1 or not self._finishing.acquire(blocking=False):
             return False
         try:
             self._finish(batch)
@@ -414,10 +435,9 @@ class Finisher:
             failure = InferenceFailed(f"Backend error: {error}")
             return self._fail(failed_rows(batch.entries, failure))
         finally:
-            now_ns = time.monotonic_ns()
             running = [moment for limit in self.limits if (moment := limit.began_ns) is not None]
-            began_ns = batch.in_flight.began_ns or now_ns
-            batch.in_flight.leave(batch.tokens, now_ns)
+            now_ns = batch.in_flight.leave()
+        began_ns = batch.in_flight.began_ns
         duration_ns = now_ns - began_ns
         self._count(batch, duration_ns, now_ns - max(self._counted_ns, min(running, default=now_ns)))
         self._counted_ns = now_ns
@@ -472,7 +492,7 @@ class Finisher:
             if entry.job.tenant < 0:
                 own_texts += entry.texts
                 own_tokens += entry.tokens
-        texts, tokens = all_texts - own_texts, batch.tokens - own_tokens
+        texts, tokens = all_texts - own_texts, batch.in_flight.tokens - own_tokens
         stats.batches += 1
         stats.own_texts += own_texts
         stats.own_tokens += own_tokens
@@ -485,8 +505,8 @@ class Finisher:
             stats.by_texts[(texts - 1).bit_length()] += 1
             stats.by_tokens[(tokens - 1).bit_length()] += 1
         stats.busy_s += busy_ns / 1e9
-        stats.padding_saved_tokens += all_texts * longest - batch.tokens
-        token_s = duration_ns / 1e9 / (batch.tokens + BATCH_OVERHEAD_TOKENS)
+        stats.padding_saved_tokens += all_texts * longest - batch.in_flight.tokens
+        token_s = duration_ns / 1e9 / (batch.in_flight.tokens + BATCH_OVERHEAD_TOKENS)
         self.slowest_s = max(token_s, self.slowest_s * _FORGET)
         self.quickest_s = min(token_s, self.quickest_s / _FORGET)
         self.finished_at = time.monotonic()

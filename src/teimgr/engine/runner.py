@@ -292,7 +292,7 @@ class Runner:
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)  # here: OpenMP keeps the number per thread
         began_ns = time.monotonic_ns()
-        self._in_flight.enter(tokens, began_ns)
+        in_flight = self._in_flight.enter(tokens, began_ns)
         try:
             batch = self._pack(inputs)
             with self._noted(threads):
@@ -304,10 +304,10 @@ class Runner:
             places = inputs_of if batch.texts == 1 else places_of[inputs_of]
             copies = HostCopies(rows)
             keep = keep_nothing if self._cache is None else partial(self._keep, distinct, places_of)
-            started = StartedBatch(entries, places, copies.wait, self._in_flight, tokens, finished, copies.free, keep)
+            started = StartedBatch(entries, places, copies.wait, in_flight, finished, copies.free, keep)
         except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
             failed = gpu.fault_of(error, self._model.backbone.device)
-            self._in_flight.leave(tokens, time.monotonic_ns())
+            in_flight.leave()
             trace = "".join(traceback.format_exception(error)) if failed or len(inputs_of) == 1 else ""
             return _StartError(str(error), _is_out_of_memory(error), failed, trace)
         if not self._is_table and entries[0].job.tenant != OWN_TENANT:
