@@ -150,6 +150,11 @@ _STEPS: dict[str, tuple[normalizers.Normalizer | None, list[pre_tokenizers.PreTo
     ),
     "a pattern over spaces": (normalizers.Replace(Regex("[a-z]+ r"), ""), [_BYTES], None),
     "spaces at the beginning that are stripped": (normalizers.Strip(), [_BYTES], None),
+    "a word that is marked as the first only where the text began": (
+        normalizers.Strip(),
+        [pre_tokenizers.Metaspace(prepend_scheme="first")],
+        None,
+    ),
     "a token that ends with a space": (None, [_BYTES], AddedToken("og ")),
 }
 

@@ -282,7 +282,8 @@ def _keeps_first_space(tokenizer: Tokenizer) -> bool:
     if (splitter := _splitter(tokenizer)) is None:
         return False
     kind = splitter["type"]
-    always = splitter.get("add_prefix_space") or splitter.get("prepend_scheme", "never") != "never"
+    # "first" marks the word where the text as given begins: none behind a space that was stripped.
+    always = splitter.get("add_prefix_space") or splitter.get("prepend_scheme") == "always"
     return kind in _DROP_SPACES or (kind in ("ByteLevel", "Metaspace") and bool(always))
 
 
