@@ -27,9 +27,10 @@ from teimgr.errors import Unavailable
 from teimgr.http.auth.policy import Policy
 from teimgr.http.server import bind
 from teimgr.mux import control
-from teimgr.mux.control import DaemonLoads, Message
+from teimgr.mux.control import NEXT_DAEMON_S, DaemonLoads, Message, MuxControl
 from teimgr.spec import RouteEntry, RoutingSnapshot
 from teimgr.wire.fleet_tls import FleetIdentity
+from teimgr.wire.json_messages import read_line, write_line
 from teimgr.wire.remote_frames import RemoteAddress
 
 LIMIT_S = 30.0
@@ -182,40 +183,135 @@ async def test_certificates_of_the_port_come_from_the_daemon_and_are_replaced(
         link.close()
 
 
-async def test_calls_that_wait_for_their_model_ask_the_next_daemon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They failed when a daemon left them to its successor, which went on with the load."""
-    daemons, asked = [1], []
+class Daemon:
+    """The daemon's end of a control link: it is one to ask from its first snapshot on."""
 
-    def send(message: Message) -> bool:
-        if daemons:
-            asked.append(message)
-        return bool(daemons)
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
 
-    async def call(loads: DaemonLoads, instance: str, timeout_s: float | None) -> str:
-        async with loads.loaded(instance, timeout_s):
+    def send(self, **message: object) -> None:
+        write_line(self._writer, **message)
+
+    async def snapshot(self) -> None:
+        self.send(snapshot=[], ack=True)
+        assert await self.next() == {"ack": True}
+
+    async def next(self) -> Message:
+        async with asyncio.timeout(LIMIT_S):
+            return await read_line(self._reader) or {}
+
+    async def end(self) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+
+class WaitingMux:
+    """The control socket of a mux, and its calls that wait for models."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.loads = DaemonLoads()
+        self.ended = 0
+        self.daemons: list[Daemon] = []
+        self.control = MuxControl(path, LIMIT_S, self._process, lambda: None, self._lost)
+
+    def _process(self, message: Message, daemon: asyncio.StreamWriter) -> Message | None:
+        self.loads.take(message, daemon)
+        return {"ack": True} if message.get("ack") else None
+
+    def _lost(self, daemon: asyncio.StreamWriter) -> None:
+        self.loads.lost(daemon)
+        self.ended += 1
+
+    async def daemon(self) -> Daemon:
+        self.daemons.append(Daemon(*await asyncio.open_unix_connection(self.path)))
+        return self.daemons[-1]
+
+    async def call(self, instance: str, timeout_s: float | None) -> str:
+        async with self.loads.loaded(instance, timeout_s):
             return instance
 
-    loads = DaemonLoads(send)
-    first = asyncio.create_task(call(loads, "a", 300.0))
-    await eventually(lambda: bool(asked))
-    daemons.clear()
-    loads.lost()
-    second = asyncio.create_task(call(loads, "b", None))  # while there is none
-    await asyncio.sleep(0)
-    daemons.append(2)
-    loads.take({"snapshot": []})
-    loads.take({"snapshot": []})
+    def leave(self) -> None:
+        self.control.leave({"stopping": 1.0})
+        self.loads.leave()
 
-    assert [each["load"][:2] for each in asked] == [[1, "a"], [1, "a"], [2, "b"]]
-    assert asked[1]["load"][2] < 300.0
-    loads.take({"ready": 1})
-    loads.take({"ready": 2})
+
+@pytest.fixture
+async def mux(tmp_path: Path) -> AsyncIterator[WaitingMux]:
+    found = WaitingMux(tmp_path / "mux")
+    await found.control.open()
+    yield found
+    found.leave()
+    await found.control.close()
+    for daemon in found.daemons:
+        await daemon.end()
+
+
+async def test_calls_that_wait_for_their_model_ask_the_next_daemon_again(
+    mux: WaitingMux, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They failed when a daemon left them to its successor, which went on with the load."""
+    former = await mux.daemon()
+    await former.snapshot()
+    first = asyncio.create_task(mux.call("a", 300.0))
+    assert (await former.next())["load"][:2] == [1, "a"]
+    await former.end()
+    await eventually(lambda: mux.ended == 1)
+    second = asyncio.create_task(mux.call("b", None))  # while there is none
+
+    daemon = await mux.daemon()
+    daemon.send(snapshot=[])
+    asked = [(await daemon.next())["load"] for _ in range(2)]
+
+    assert [each[:2] for each in asked] == [[1, "a"], [2, "b"]]
+    assert (asked[0][2] < 300.0, asked[1][2]) == (True, None)
+    daemon.send(ready=1)
+    daemon.send(ready=2)
     assert await asyncio.gather(first, second) == ["a", "b"]
+    assert [(await daemon.next())["left"] for _ in range(2)] == [1, 2]
 
     monkeypatch.setattr(control, "NEXT_DAEMON_S", 0.05)
-    daemons.clear()
-    loads.lost()
+    await daemon.end()
+    await eventually(lambda: mux.ended == 2)
     with pytest.raises(Unavailable, match="has ended"):
-        await call(loads, "a", 300.0)
+        await mux.call("a", 300.0)
     with pytest.raises(Unavailable, match="no daemon is here"):
-        await call(loads, "a", 300.0)
+        await mux.call("a", 300.0)
+
+
+async def test_the_next_daemon_is_asked_although_the_link_of_the_former_is_still_there(mux: WaitingMux) -> None:
+    """The link of a host that died stays for half a minute: its calls waited until their deadline, or for ever."""
+    former, daemon = await mux.daemon(), await mux.daemon()
+    await former.snapshot()
+    call = asyncio.create_task(mux.call("a", None))
+    assert (await former.next())["load"] == [1, "a", None]
+
+    daemon.send(snapshot=[])
+    assert (await daemon.next())["load"] == [1, "a", None]
+    await daemon.snapshot()  # another one asks nothing again: the model would be held for a second call, for ever
+    await former.end()
+    await eventually(lambda: mux.ended == 1)
+    daemon.send(ready=1)
+
+    assert await call == "a"
+    assert await daemon.next() == {"left": 1}
+
+
+async def test_the_calls_of_a_mux_that_has_left_do_not_wait_for_a_next_daemon(mux: WaitingMux) -> None:
+    """None can find it: they waited half a minute for nothing, and could have been repeated on the successor."""
+    daemon = await mux.daemon()
+    await daemon.snapshot()
+    call = asyncio.create_task(mux.call("a", None))
+    assert (await daemon.next())["load"] == [1, "a", None]
+
+    mux.leave()
+    assert await daemon.next() == {"stopping": 1.0}
+    assert not call.done(), "the daemon can still answer"
+    await daemon.end()
+
+    with pytest.raises(Unavailable, match="has ended"):
+        async with asyncio.timeout(NEXT_DAEMON_S / 2):
+            await call
+    with pytest.raises(Unavailable, match="no daemon is here"):
+        await mux.call("a", None)

@@ -14,7 +14,8 @@ Lines are processed in order, so a reply confirms those before it. A mux that st
 itself, and answers until its calls are finished.
 
 By itself it also sends `{"load": [call, instance, timeout_s or null], "tenant": number}`, for a call of a key that
-waits for an on-demand model, and `{"left": call}` when that call is over.
+waits for an on-demand model, and `{"left": call}` when that call is over. A daemon gets them once it has sent a
+snapshot.
 
 A connection of another host must have the daemon's certificate, and begins with a proof of incarnation, for another
 process may have the port by now:
@@ -59,17 +60,17 @@ Message = dict[str, Any]
 class MuxControl:
     """Server of the control link, for any number of daemons.
 
-    `process` gets each message, its result is the reply; `on_orphaned` is called after `orphan_grace_s` seconds without
-    a daemon, `on_lost` when the last one has gone.
+    `process` gets each message and the daemon that sent it, its result is the reply; `on_orphaned` is called after
+    `orphan_grace_s` seconds without a daemon, `on_lost` when one has gone.
     """
 
     def __init__(
         self,
         path: Path,
         orphan_grace_s: float,
-        process: Callable[[Message], Message | None],
+        process: Callable[[Message, asyncio.StreamWriter], Message | None],
         on_orphaned: Callable[[], None],
-        on_lost: Callable[[], None] = lambda: None,
+        on_lost: Callable[[asyncio.StreamWriter], None],
     ) -> None:
         self._path = path
         self._orphan_grace_s = orphan_grace_s
@@ -113,12 +114,6 @@ class MuxControl:
         for writer in self._daemons.values():
             write_line(writer, **message)
 
-    def send(self, message: Message) -> bool:
-        """Send a message to the daemons that are connected; False without one."""
-        for writer in self._daemons.values():
-            write_line(writer, **message)
-        return bool(self._daemons)
-
     async def close(self) -> None:
         """Close the connections, after `leave`."""
         if self._remote is not None:
@@ -146,11 +141,9 @@ class MuxControl:
         task.add_done_callback(self._closed)
 
     def _closed(self, task: asyncio.Task[None]) -> None:
-        del self._daemons[task]
-        if not self._daemons:
-            self._on_lost()
-            if not self._has_left:
-                self._start_orphan_timer()
+        self._on_lost(self._daemons.pop(task))
+        if not self._daemons and not self._has_left:
+            self._start_orphan_timer()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("control connection failed", exc_info=error)
 
@@ -164,7 +157,7 @@ class MuxControl:
             writer.close()
 
     async def _take(self, message: Message, writer: asyncio.StreamWriter) -> None:
-        if (reply := self._process(message)) is not None:
+        if (reply := self._process(message, writer)) is not None:
             write_line(writer, **reply)
             await writer.drain()
 
@@ -217,23 +210,24 @@ class _Waiting:
     ends: float | None
     tenant: int
     answer: asyncio.Future[None]
-    is_asked: bool = False  # of a daemon that is still there
+    asked: frozenset[asyncio.StreamWriter] = frozenset()  # the daemons that are still there
 
 
 class DaemonLoads:
-    """Calls that wait for an on-demand model, which a daemon is asked to load. `send` sends a message to every daemon
-    that is connected; False without one.
+    """Calls that wait for an on-demand model, which every daemon that has sent a snapshot is asked to load.
 
     A daemon answers with `ready` once this mux has the routes to the model, or with `refused`; the first answer counts.
-    Where the last daemon goes, as in a restart, the next one is asked again, if it comes within `NEXT_DAEMON_S`.
+    The next daemon is asked as it sends its snapshot, for the link of one that has died can outlive it for long. Where
+    the last one goes, calls wait `NEXT_DAEMON_S` for it; not after `leave`.
     """
 
-    def __init__(self, send: Callable[[Message], bool], processes: int = 1) -> None:
-        self._send = send
+    def __init__(self, processes: int = 1) -> None:
         self._limits = WaitingCalls("models to be loaded", processes)
+        self._daemons: frozenset[asyncio.StreamWriter] = frozenset()
         self._waiting: dict[int, _Waiting] = {}
         self._numbers = itertools.count(1)
         self._giving_up: asyncio.TimerHandle | None = None  # since the last daemon has gone
+        self._has_left = False
 
     @asynccontextmanager
     async def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AsyncIterator[None]:
@@ -251,8 +245,7 @@ class DaemonLoads:
                 await self._answered(call, instance, timeout_s)
             yield
         finally:
-            if self._waiting.pop(call, None) is not None:
-                self._send({"left": call})
+            self._over(call)
 
     async def _answered(self, call: int, instance: str, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
@@ -260,7 +253,7 @@ class DaemonLoads:
         waiting = self._waiting[call] = _Waiting(instance, ends, current_tenant(), loop.create_future())
         try:
             self._ask(call, waiting)
-            if not waiting.is_asked and self._giving_up is None:
+            if not self._daemons and self._giving_up is None:
                 raise Unavailable(f"Instance '{instance}' is not loaded, and no daemon is here to load it")
             async with asyncio.timeout(timeout_s) as limit:
                 await waiting.answer
@@ -272,13 +265,21 @@ class DaemonLoads:
             del waiting  # its answer, the error there and this frame would be a cycle, which keeps the caller's payload
 
     def _ask(self, call: int, waiting: _Waiting) -> None:
+        """Ask the daemons that were not asked: one that is asked twice would hold the model for ever."""
         left_s = None if waiting.ends is None else max(0.0, waiting.ends - asyncio.get_running_loop().time())
-        waiting.is_asked = self._send({"load": [call, waiting.instance, left_s], "tenant": waiting.tenant})
+        for daemon in self._daemons - waiting.asked:
+            write_line(daemon, load=[call, waiting.instance, left_s], tenant=waiting.tenant)
+        waiting.asked = self._daemons
 
-    def take(self, message: Message) -> None:
+    def _over(self, call: int) -> None:
+        if (waiting := self._waiting.pop(call, None)) is not None:
+            for daemon in waiting.asked:
+                write_line(daemon, left=call)
+
+    def take(self, message: Message, daemon: asyncio.StreamWriter) -> None:
         """Take an answer of a daemon, `ready` or `refused`; its `snapshot` shows that it is one to ask."""
         if "snapshot" in message:
-            self._found()
+            self._found(daemon)
         if "ready" in message:
             self._answer(message["ready"], None)
         if "refused" in message:
@@ -287,27 +288,44 @@ class DaemonLoads:
             error.try_after_load(retry_after_s)
             self._answer(call, error)
 
-    def lost(self) -> None:
-        """The last daemon has gone."""
-        if self._giving_up is None:
-            self._giving_up = asyncio.get_running_loop().call_later(NEXT_DAEMON_S, self._give_up)
-        for waiting in self._waiting.values():
-            waiting.is_asked = False
-
-    def _found(self) -> None:
-        if self._giving_up is None:
+    def lost(self, daemon: asyncio.StreamWriter) -> None:
+        """A link has ended; no-op for one that was of no daemon."""
+        if daemon not in self._daemons:
             return
-        self._giving_up.cancel()
-        self._giving_up = None
+        self._daemons -= {daemon}
+        for waiting in self._waiting.values():
+            waiting.asked -= {daemon}
+        self._wait_for_next()
+
+    def leave(self) -> None:
+        """No daemon can come any more: once the last one has gone, calls do not wait."""
+        self._has_left = True
+        self._wait_for_next()
+
+    def _wait_for_next(self) -> None:
+        if self._daemons:
+            return
+        if self._has_left:
+            self._give_up()
+        elif self._giving_up is None:
+            self._giving_up = asyncio.get_running_loop().call_later(NEXT_DAEMON_S, self._give_up)
+
+    def _found(self, daemon: asyncio.StreamWriter) -> None:
+        self._daemons |= {daemon}
+        self._stop_giving_up()
         for call, waiting in self._waiting.items():
-            if not waiting.is_asked and not waiting.answer.done():
+            if not waiting.answer.done():
                 self._ask(call, waiting)
 
-    def _give_up(self) -> None:
+    def _stop_giving_up(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
         self._giving_up = None
-        for call, waiting in self._waiting.items():
-            if not waiting.is_asked:
-                self._answer(call, Unavailable("the daemon, which loads models, has ended"))
+
+    def _give_up(self) -> None:
+        self._stop_giving_up()
+        for call in self._waiting:
+            self._answer(call, Unavailable("the daemon, which loads models, has ended"))
 
     def _answer(self, call: int, error: TeimgrError | None) -> None:
         if (waiting := self._waiting.get(call)) is not None:

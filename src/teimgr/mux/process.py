@@ -82,7 +82,7 @@ class Mux:
         self._grace_s = _DRAIN_S
         self._began_s = time.monotonic()
         self._watchdog: LoopWatchdog | None = None
-        self._loads = DaemonLoads(lambda message: self._control.send(message), config.processes)
+        self._loads = DaemonLoads(config.processes)
         self._server = self._build_server()
         self._port = 0
         self._unix: UnixListener | None = None
@@ -124,6 +124,7 @@ class Mux:
             watching.cancel()
         # Announced to the daemon and to load balancers; a successor can have port and control socket from now on.
         self._control.leave({"stopping": self._grace_s})
+        self._loads.leave()
         self._health.stop()
         if self._unix is not None:
             self._unix.file.remove()
@@ -221,7 +222,7 @@ class Mux:
         _log.warning("no daemon for %g s: stopping", self._config.orphan_grace_s)
         self._stop(_DRAIN_S)
 
-    def _process(self, message: Message) -> Message | None:
+    def _process(self, message: Message, daemon: asyncio.StreamWriter) -> Message | None:
         if "policy" in message:  # before a snapshot, which lets the server start
             self._policy.swap(Policy.from_json(json.dumps(message["policy"])))
         if "tls" in message:
@@ -235,7 +236,7 @@ class Mux:
             self._woken.set()
         if "changes" in message:
             self._change((name, RouteEntry.from_dict(entry) if entry else None) for name, entry in message["changes"])
-        self._loads.take(message)
+        self._loads.take(message, daemon)
         if "stop" in message:
             self._stop(float(message["stop"]))
         if message.get("stats"):
