@@ -273,18 +273,28 @@ def test_a_failure_that_may_pass_is_tried_again_after_ever_longer_pauses(failure
     assert after(Command.STOP, life=life)[0].wake_at is None
 
 
-def test_a_kill_for_memory_after_days_of_service_has_nothing_to_do_with_the_one_before() -> None:
-    """Kills weeks apart were one row of failures: ever longer pauses, and an alarm with each start."""
-    killed, day = Exited(Exit(-9, ExitReport(Code.KILLED_FOR_MEMORY, "killed by the kernel", permanent=False))), 86400.0
+@pytest.mark.parametrize(
+    "ended",
+    [
+        Exited(Exit(-9, ExitReport(Code.KILLED_FOR_MEMORY, "killed by the kernel", permanent=False))),
+        Exited(Exit(3, ExitReport(Code.OUT_OF_DEVICE_MEMORY, "no memory", permanent=True))),
+    ],
+)
+def test_an_end_for_memory_after_days_of_service_has_nothing_to_do_with_the_one_before(ended: Exited) -> None:
+    """Kills weeks apart were one row of failures: ever longer pauses, and an alarm with each start.
+
+    That of a full device was one for good.
+    """
+    day = 86400.0
     life, _ = after(Command.START, WorkerReady())
     for number in range(1, 4):
         at = number * 10 * day
-        life, _ = after((at, killed), life=life)
+        life, _ = after((at, ended), life=life)
         assert (life.phase, life.streak, life.wake_at) == (Phase.WAITING, 0, at)
         life, effects = after((at, Tick()), life=life)
         assert (effects, life.is_failing(at + 1)) == ([Effect.LAUNCH], False)
         life, _ = after((at + 1, WorkerReady()), life=life)
-    life, _ = after((at + 2, killed), life=life)  # it has served for a second
+    life, _ = after((at + 2, ended), life=life)  # it has served for a second
     assert (life.phase, life.wake_at) == (Phase.FAILED, at + 32)
 
 
