@@ -455,7 +455,7 @@ class ReplicaState:
         if failure.may_pass and not self._was_stable(now):
             streak, wake_at = self.streak + 1, now + LATER.delay_s(self.streak + 1, jitter)
             return replace(ended, phase=Phase.FAILED, streak=streak, ready_at=None, wake_at=wake_at), []
-        if failure.permanent:
+        if failure.permanent and not failure.may_pass:
             return replace(ended, phase=Phase.FAILED), []
         return ended._wait(jitter, now), []
 
