@@ -28,6 +28,7 @@ from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.store import parse
 from teimgr.errors import (
     Code,
+    InstanceExists,
     InstanceNotFound,
     NotRunning,
     Overloaded,
@@ -682,6 +683,55 @@ async def test_of_the_logs_of_instances_that_calls_have_made_the_newest_few_stay
     log = await LocalLogs(folder).open(names[2], LogFilter(), follow=False)
     assert log is not None
     assert await LocalLogs(folder).open(names[0], LogFilter(), follow=False) is None
+
+
+async def test_the_log_of_the_next_instance_of_a_name_is_not_the_one_that_is_set_aside(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name was free before: the log that the next worker had opened was moved, then never rotated, and removed."""
+    fleet = fleets(on_demand=OnDemandSettings(models=("*",)))
+    await fleet.manager.boot()
+    log_file = fleet.settings.log_dir / "a.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    moving, disk_answers = threading.Event(), threading.Event()
+
+    def move(folder: Path, name: str) -> None:
+        moving.set()
+        assert disk_answers.wait(LIMIT_S)
+        logs.set_log_aside(folder, name)
+
+    monkeypatch.setattr(manager_module, "set_log_aside", move)
+    await fleet.create(load="on_demand", by_call=True)
+    log_file.write_text("first")
+    deletion = asyncio.create_task(fleet.manager.delete("a"))
+    await asyncio.to_thread(moving.wait, LIMIT_S)
+    try:
+        with pytest.raises(InstanceExists):
+            await fleet.create(load="on_demand", by_call=True)
+    finally:
+        disk_answers.set()
+        await deletion
+
+    await fleet.create(load="on_demand", by_call=True)
+    log_file.write_text("second")
+    assert (log_file.parent / logs.GONE / "a.log").read_text() == "first"
+
+
+async def test_a_disk_that_does_not_answer_holds_no_name_of_a_model_that_calls_made(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fleets(on_demand=OnDemandSettings(models=("*",)))
+    await fleet.manager.boot()
+    disk_answers = threading.Event()
+    monkeypatch.setattr(manager_module, "_LOG_LIMIT_S", 0.05)
+    monkeypatch.setattr(manager_module, "set_log_aside", lambda folder, name: disk_answers.wait(LIMIT_S))
+    await fleet.create(load="on_demand", by_call=True)
+    try:
+        await fleet.manager.delete("a")
+        assert (await fleet.create(load="on_demand", by_call=True)).spec.name == "a"
+        assert not disk_answers.is_set()
+    finally:
+        disk_answers.set()
 
 
 async def test_calls_at_the_same_time_have_no_more_instances_made_and_none_of_another_model(fleets: Fleets) -> None:

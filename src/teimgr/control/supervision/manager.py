@@ -76,6 +76,8 @@ _PLACE_S = 10.0
 _DELETED_KEPT = 1000
 ADOPTION_LIMIT_S = 2.0
 """How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
+# How long a name stays taken for the disk of its log.
+_LOG_LIMIT_S = 10.0
 # At the end of the daemon, for what it does beside its instances: the last writes of updates, crash reports.
 _BACKGROUND_LIMIT_S = 5.0
 
@@ -734,14 +736,20 @@ class Manager:
                 await instance.accept(Command.DELETE)
                 view = await instance.settle()
                 await instance.ended()
+                if is_by_call := instance.spec.by_call:  # callers choose the names
+                    await self._set_log_aside(name)
                 self._forget(name, instance)
-        if is_by_call := instance.spec.by_call:  # callers choose the names
-            self._records.metrics.drop(name)
-            with suppress(OSError):  # such as a full disk, for which no call is refused
-                await asyncio.to_thread(set_log_aside, self._settings.log_dir, name)
+                if is_by_call:
+                    self._records.metrics.drop(name)
         self._records.metrics.count(catalogue.DELETED, "(by calls)" if is_by_call else name)
         self._keep_few_series(name)
         return view
+
+    async def _set_log_aside(self, name: str) -> None:
+        """Set the log aside while the name is taken: the next worker of that name has its own log open."""
+        with suppress(OSError):  # such as a full disk, or one that does not answer, for which no call is refused
+            async with asyncio.timeout(_LOG_LIMIT_S):
+                await asyncio.to_thread(set_log_aside, self._settings.log_dir, name)
 
     def _keep_few_series(self, deleted: str) -> None:
         """Drop the series of an instance that was deleted long ago, as callers choose the names."""
