@@ -37,10 +37,10 @@ _MAX_PIPELINED = 4
 _PIECE_BYTES = 4 * 2**10
 # The cost of each further piece, in chunks of a body and fields of a head: each calls back, which takes 1 to 3 µs.
 _PIECE_UNITS = 8
-# A head is parsed in C here: so that the requests of 50 callers go on in the turn in which they came.
-_REQUEST_UNITS = REQUEST_UNITS // 2
-# Bytes and fields that cost as much as one chunk, whose callback tells more of it.
-_BYTES_PER_UNIT, _FIELDS_PER_UNIT = 8 * 2**10, 4
+# A head is parsed in C here; and the small queries of 64 callers, which come in one turn, are to be one batch.
+_REQUEST_UNITS = REQUEST_UNITS // 3
+# Bytes of a body, fields of a head, and bytes of one (a list of proxies is read) that cost as much as a chunk.
+_BYTES_PER_UNIT, _FIELDS_PER_UNIT, _HEAD_BYTES_PER_UNIT = 8 * 2**10, 4, 256
 _FRAMING = (b"content-length", b"transfer-encoding")
 # A small body often comes right after its head: it is awaited for a moment, so that its reader need not be woken.
 _SMALL_BODY_BYTES = 64 * 2**10
@@ -423,8 +423,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        self._units += _REQUEST_UNITS + len(self.headers) // _FIELDS_PER_UNIT + self._overhead // _HEAD_BYTES_PER_UNIT
         self._is_in_head, self._overhead = False, 0
-        self._units += _REQUEST_UNITS + len(self.headers) // _FIELDS_PER_UNIT
         self._fields = fields = dict(reversed(self.headers))
         self._body_left = None if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0))
         if self._is_resuming:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
 import orjson
@@ -186,25 +185,29 @@ class ModelScans:
         Raises:
             InvalidInput: `json_scan.MAX_TOKENS` lists, objects and long texts come before it.
         """
-        steps = text_member(body, "model", start)
-        is_found, model = await self._turns.run(partial(_begun, body, start, steps))
-        return model if is_found else await self._thread.run(steps)
+        found = await self._turns.run(partial(_found, body, start))
+        return found if found is None or isinstance(found, str) else await self._thread.run(found)
 
 
-def _begun(body: bytes | bytearray, start: int, steps: Steps[str | None]) -> tuple[bool, str | None]:
-    """Whether a body's model is found in a short time, and the model; else some of the steps are taken."""
+def _found(body: bytes | bytearray, start: int) -> str | Steps[str | None] | None:
+    """A body's model, or where that takes longer, the steps that are left."""
     if _parses_quickly(body, start):
-        with suppress(orjson.JSONDecodeError):
+        try:
             value = orjson.loads(memoryview(body)[start:])
+        except orjson.JSONDecodeError:
+            pass
+        else:
             model = value.get("model") if isinstance(value, dict) else None
-            return True, model if isinstance(model, str) else None
+            return model if isinstance(model, str) else None
+    steps = text_member(body, "model", start)
     until = time.perf_counter() + _ON_LOOP_S
     try:
         while time.perf_counter() < until:
             next(steps)
     except StopIteration as end:
-        return True, end.value
-    return False, None
+        text: str | None = end.value
+        return text
+    return steps
 
 
 def _parses_quickly(body: bytes | bytearray, start: int) -> bool:
