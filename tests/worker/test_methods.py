@@ -8,6 +8,7 @@ import json
 import threading
 import time
 import urllib.request
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -46,6 +47,7 @@ from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2, frames_pb2
 from teimgr.worker import calls, methods
 from teimgr.worker.calls import MethodCall
+from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.methods import embed_all_response, embed_response, embed_sparse_response
 
 INSIDE = 5  # calls: one running and four behind it, of `max_concurrent_requests=1`
@@ -443,9 +445,9 @@ async def test_a_large_message_is_read_on_a_codec_thread_and_its_query_once(monk
     refused = _Recorded(Method.RERANK, rerank(*["fog " * 4000] * 33), Flag.NONE)
     malformed = _Recorded(Method.EMBED, b"\x0a" * 400_000, Flag.NONE)
 
-    for one in (call, refused, malformed):
+    for one in (refused, malformed, call):  # each alone: two are over the bytes that may be held
         methods.handle(dispatcher, one)
-    await eventually(lambda: engine.jobs and refused.errors and malformed.errors)
+        await eventually(lambda one=one: engine.jobs or one.errors)
 
     (job,) = engine.jobs
     assert [pair.second for pair in job.inputs] == texts
@@ -456,6 +458,102 @@ async def test_a_large_message_is_read_on_a_codec_thread_and_its_query_once(monk
     assert malformed.errors[0].code is Code.INVALID_INPUT
     dispatcher.cancel(call)
     dispatcher.close()
+
+
+_LARGE = 270_000  # bytes, of a message that is parsed on a codec thread
+
+
+class _HeldThreads:
+    """Both codec threads of `dispatcher`, busy until `release`."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._goes_on, both = threading.Event(), threading.Barrier(3)
+
+        def hold() -> None:
+            both.wait(60)
+            self._goes_on.wait(60)
+
+        self._holds = [asyncio.ensure_future(dispatcher.off_loop(hold)) for _ in range(2)]
+        self._held = asyncio.ensure_future(asyncio.to_thread(both.wait, 60))
+
+    async def held(self) -> None:
+        await self._held
+
+    async def release(self) -> None:
+        self._goes_on.set()
+        await asyncio.gather(*self._holds)
+
+
+@pytest.mark.parametrize("method", [Method.EMBED, Method.PREDICT, Method.EMBED_ALL])
+async def test_large_messages_that_wait_for_a_thread_are_within_the_bounds_of_the_worker(method: Method) -> None:
+    """While two tables held both threads, 124 messages of 31 MiB were kept, of 8 MiB that may be."""
+    engine = FakeEngine()
+    dispatcher = dispatching(engine, calls=32)
+    threads = _HeldThreads(dispatcher)
+    await threads.held()
+    payload = {Method.EMBED: embed, Method.PREDICT: predict, Method.EMBED_ALL: every}[method]("x" * _LARGE)
+    posted = [_Recorded(method, payload, Flag.NONE) for _ in range(8)]
+
+    for call in posted:
+        methods.handle(dispatcher, call)
+
+    kept = [call for call in posted if not call.errors]
+    assert dispatcher.calls == len(kept) == 1  # as 8 messages of 64 KiB fit, and one of any size
+    assert {call.errors[0].code for call in posted[1:]} == {Code.OVERLOADED}
+    await threads.release()
+    await eventually(lambda: engine.jobs)
+    assert dispatcher.taken == len(posted)
+    dispatcher.cancel(posted[0])
+    dispatcher.close()
+
+
+async def test_a_large_message_that_nobody_waits_for_is_neither_parsed_nor_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, read = FakeEngine(), list[int]()
+    dispatcher, parse = dispatching(engine), calls.parsed
+
+    def seen(*arguments: Any) -> Any:
+        read.append(1)
+        return parse(*arguments)
+
+    monkeypatch.setattr(calls, "parsed", seen)
+    threads = _HeldThreads(dispatcher)
+    await threads.held()
+    gone = _Recorded(Method.EMBED, embed("x" * _LARGE), Flag.NONE)
+    freed = weakref.ref(gone)
+    late = _Recorded(Method.RERANK, rerank("x" * _LARGE), Flag.NONE, deadline=time.monotonic())
+    stopped = _Recorded(Method.EMBED, embed("x" * _LARGE), Flag.NONE)
+
+    methods.handle(dispatcher, gone)
+    await asyncio.sleep(0)  # it waits for a thread
+    dispatcher.cancel(gone)
+    errors = gone.errors
+    del gone
+    await eventually(lambda: freed() is None)  # although no thread is free
+    methods.handle(dispatcher, late)
+    dispatcher.stop_accepting()
+    methods.handle(dispatcher, stopped)
+    assert stopped.errors[0].code is Code.BACKEND_UNAVAILABLE
+    await threads.release()
+    await eventually(lambda: late.errors)
+
+    assert late.errors[0].code is Code.TIMEOUT
+    assert not read
+    assert not errors
+    assert not engine.jobs
+    assert dispatcher.calls == 0
+    dispatcher.close()
+
+
+async def test_a_parsed_message_is_not_kept_beside_what_was_read_from_it() -> None:
+    call = _Recorded(Method.EMBED, embed("fog"), Flag.NONE)
+    call.parse(tei_pb2.EmbedRequest, 9)
+
+    found = call.message(tei_pb2.EmbedRequest)
+
+    assert found.inputs == "fog"
+    assert call.message(tei_pb2.EmbedRequest) is not found
 
 
 async def test_equal_scores_have_the_higher_index_first_and_texts_come_only_when_asked_for(links: Links) -> None:

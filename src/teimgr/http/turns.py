@@ -306,23 +306,43 @@ class LoopTurns:
             self._schedule()
 
 
+class _Work(Future[ResultT]):
+    """The result of `work`, which is dropped where it is cancelled: a message may be in it, and its turn far away."""
+
+    def __init__(self, work: Callable[[], ResultT]) -> None:
+        super().__init__()
+        self._work: Callable[[], ResultT] | None = work
+
+    def cancel(self) -> bool:
+        if cancelled := super().cancel():
+            self._work = None
+        return cancelled
+
+    def begin(self) -> Callable[[], ResultT] | None:
+        """The work, for a thread that does it now; None if it is cancelled."""
+        if not self.set_running_or_notify_cancel():
+            return None
+        work, self._work = self._work, None
+        return work
+
+
 class SharedThreads:
     """Runs work on `count` threads, by `TURNS_OF` in rotation."""
 
     def __init__(self, count: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(count, name)
-        self._waiting: Rotation[tuple[Future[Any], Callable[[], Any]]] = Rotation()
+        self._waiting: Rotation[_Work[Any]] = Rotation()
         self._lock = Lock()
 
     async def run(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """What `work` returns or raises. If the call is cancelled before it has begun, it never does."""
+        """What `work` returns or raises. Where the call is cancelled before it has begun, it never does."""
         return await asyncio.wrap_future(self.submit(work, *arguments))
 
     def submit(self, work: Callable[..., ResultT], *arguments: object) -> Future[ResultT]:
         """Have `work` done; raises RuntimeError after `close`."""
-        result: Future[ResultT] = Future()
+        result = _Work(partial(work, *arguments))
         with self._lock:
-            self._waiting.put(TURNS_OF.get(), (result, partial(work, *arguments)))
+            self._waiting.put(TURNS_OF.get(), result)
         self._threads.submit(self._next)
         return result
 
@@ -331,14 +351,14 @@ class SharedThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             while self._waiting:
-                self._waiting.pop()[0].cancel()
+                self._waiting.pop().cancel()
 
     def _next(self) -> None:
         with self._lock:
             if not self._waiting:
                 return  # closed
-            result, work = self._waiting.pop()
-        if not result.set_running_or_notify_cancel():
+            result = self._waiting.pop()
+        if (work := result.begin()) is None:
             return
         try:
             result.set_result(work())

@@ -244,11 +244,12 @@ def _serve_table(
     async def run() -> None:
         dispatcher.engine.check(options)  # before the table is read, and for `noop`, which the engine never sees
         limits = _Limits(dispatcher, call, options, form)
-        size = limits.size(ipc) if len(ipc) <= _SMALL_TABLE_BYTES else await dispatcher.off_loop(limits.size, ipc)
+        is_short = len(ipc) <= _SMALL_TABLE_BYTES
+        size = limits.size(ipc) if is_short else await dispatcher.read_off_loop(call, limits.size, ipc)
         await dispatcher.reserve(call, size)
         takes_files = any(kind.value in dispatcher.engine.info.modalities for kind in FILES)
         is_small = size <= _SMALL_TABLE_BYTES and not takes_files
-        table = read_counted(limits) if is_small else await dispatcher.off_loop(read_counted, limits)
+        table = read_counted(limits) if is_small else await dispatcher.read_off_loop(call, read_counted, limits)
 
         def encode(job: Job) -> CallReply:
             limits.go_on()

@@ -202,12 +202,13 @@ class MethodCall(WorkerCall):
 
     def message(self, kind: type[MessageT], most_fields: int = MAX_FIELDS) -> MessageT:
         """The payload as a protobuf message of type `kind`; raises InvalidInput as `parsed`."""
-        if self._parsed is not None:
-            return cast(MessageT, self._parsed)
-        return parsed(kind, self.payload, most_fields)
+        if self._parsed is None:
+            return parsed(kind, self.payload, most_fields)
+        found, self._parsed = self._parsed, None  # which takes as much memory as the payload
+        return cast(MessageT, found)
 
     def parse(self, kind: type[Message], most_fields: int) -> None:
-        """For a thread: have `message` find the payload parsed; raises InvalidInput as `parsed`."""
+        """For a thread: have the next `message` find the payload parsed; raises InvalidInput as `parsed`."""
         self._parsed = parsed(kind, self.payload, most_fields)
 
     def table_message(self, kind: type[MessageT]) -> tuple[MessageT, bytes | memoryview]:

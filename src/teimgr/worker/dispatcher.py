@@ -92,7 +92,8 @@ class Dispatcher:
         self.max_length = 0  # in tokens, of a text, once the model is loaded
         self.space_headers: dict[str, str] = {}  # of a reply, once the model is loaded
         self.space_marks: Marks = ()
-        self._reserving: dict[WorkerCall, asyncio.Future[None]] = {}
+        # What a task of an admitted call waits for, until the call ends: memory, or a codec thread.
+        self._awaiting: dict[WorkerCall, asyncio.Future[Any]] = {}
         self._submissions: dict[WorkerCall, Submission] = {}
         self._starting: list[Submission] = []  # that came in this turn of the loop
         self._answering: dict[WorkerCall, asyncio.Task[None]] = {}  # calls that `run` answers
@@ -151,10 +152,14 @@ class Dispatcher:
         submission.wait()  # if it has not entered by now
 
     def admit(self, call: WorkerCall, proceed: Callable[[], None], jobs: Sequence[Job] = ()) -> None:
-        """Run `proceed` once `call` is admitted. Errors, of `proceed` too, are its reply.
+        """Run `proceed` once `call` is admitted, at once where it was before its message was parsed.
 
-        `jobs` are its own where they are known.
+        Errors, of `proceed` too, are its reply. `jobs` are its own where they are known.
         """
+        if call in self._call_limiter:
+            self._check_wait(call, jobs)
+            proceed()
+            return
         self._idle.clear()
         self.taken += 1
         try:
@@ -202,7 +207,7 @@ class Dispatcher:
         self, call: WorkerCall, proceed: Callable[[], Coroutine[Any, Any, None]], *, computes: bool = True
     ) -> None:
         """Like `admit`, for a coroutine, which ends with `submit` or `answer`; `computes`: the model, not a tokenizer
-        alone."""
+        alone. For a call that was admitted already, too."""
         if computes:
             self._interactive.enter(call, self._tenants.share(call))
         self.admit(call, lambda: self._spawn(call, proceed()))
@@ -222,12 +227,34 @@ class Dispatcher:
         """Wait until the decoded request of an admitted call, of `size_bytes`, fits into memory; held until its end."""
         if call not in self._call_limiter:
             raise Cancelled("the caller has gone")
-        granted = self._reserving[call] = self._loop.create_future()
+        granted = self._awaiting[call] = self._loop.create_future()
         self._decoded_budget.enter(call, size_bytes, partial(granted.set_result, None))
         try:
             await granted
         finally:
-            self._reserving.pop(call, None)
+            self._awaiting.pop(call, None)
+
+    async def read_off_loop(self, call: WorkerCall, work: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """`off_loop` for what reads the message of an admitted call: never done, nor kept, once the call has ended.
+
+        Raises:
+            Cancelled, DeadlineExceeded: as `check_awaited`, also where the call ended meanwhile.
+        """
+
+        def read() -> ResultT:
+            self.check_awaited(call)
+            return work(*arguments)
+
+        with short_turns():
+            result = asyncio.wrap_future(self._codec.submit(read))
+            self._awaiting[call] = result
+            try:
+                found = await result
+            finally:
+                self._awaiting.pop(call, None)
+                del result  # an error has this frame: a reference cycle
+        self.check_awaited(call)
+        return found
 
     def check_awaited(self, call: WorkerCall) -> None:
         """For work on a codec thread, between its steps, so that it ends with its call.
@@ -383,6 +410,11 @@ class Dispatcher:
             call.reply(outcome)
         return True
 
+    def refuse(self, call: WorkerCall, error: TeimgrError) -> None:
+        """Fail a call, whether or not it is admitted."""
+        self._release(call)
+        call.fail(error)
+
     def cancel(self, call: WorkerCall) -> None:
         """Withdraw a call whose caller has gone: inputs that have not started never will. No-op if it was answered."""
         if call not in self._call_limiter and call not in self._answering:
@@ -430,8 +462,8 @@ class Dispatcher:
         if (submission := self._submissions.pop(call, None)) is not None and submission.accounts:
             submission.settle()
         self._result_budget.leave(call)
-        if (granted := self._reserving.pop(call, None)) is not None:
-            granted.cancel()  # ends the task that waits
+        if (awaited := self._awaiting.pop(call, None)) is not None:
+            awaited.cancel()  # ends the task that waits
         self._decoded_budget.leave(call)
         self._interactive.leave(call)
         was_held = self._call_limiter.leave(call)
@@ -440,6 +472,8 @@ class Dispatcher:
 
     def _spawn(self, call: WorkerCall, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
+            # Not those of the call whose end let this one in.
+            CURRENT.set(call.context)
             TURNS_OF.set(call.turns_of)
             try:
                 await work

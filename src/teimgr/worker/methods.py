@@ -69,31 +69,35 @@ def handle(dispatcher: Dispatcher, call: MethodCall) -> None:
         if method is None:
             raise Internal(f"No method has the number {call.method}")
         if len(call.payload) > _LARGE_MESSAGE_BYTES and call.method in _MESSAGES:
-            dispatcher.run(call, _parse_then_answer(dispatcher, call, method))
+            _admit_then_parse(dispatcher, call, method)
         else:
             method(dispatcher, call)
     except Exception as error:
-        _fail(dispatcher, call, error)
+        known = error if isinstance(error, TeimgrError) else masked(error)
+        dispatcher.metrics.failed(known)
+        call.fail(known)
     finally:
         CURRENT.reset(context)
         TURNS_OF.reset(turns)
 
 
-def _fail(dispatcher: Dispatcher, call: MethodCall, error: Exception) -> None:
-    known = error if isinstance(error, TeimgrError) else masked(error)
-    dispatcher.metrics.failed(known)
-    call.fail(known)
-
-
-async def _parse_then_answer(
+def _admit_then_parse(
     dispatcher: Dispatcher, call: MethodCall, method: Callable[[Dispatcher, MethodCall], None]
 ) -> None:
-    """Answer a call whose message takes so long to parse that a codec thread does it."""
-    try:
-        await dispatcher.off_loop(call.parse, *_MESSAGES[call.method])
+    """Answer a call whose message takes so long to parse that a codec thread does it.
+
+    It is admitted before, as a message that waits for a thread takes memory too.
+    """
+
+    async def parse_then_answer() -> None:
+        await dispatcher.read_off_loop(call, call.parse, *_MESSAGES[call.method])
         method(dispatcher, call)
-    except Exception as error:
-        _fail(dispatcher, call, error)
+
+    if call.method == Method.TOKENIZE:
+        call.allow_to_wait()
+    else:
+        call.price(1, dispatcher.max_length)  # as if of one text: how many there are is not known yet
+    dispatcher.admit_async(call, parse_then_answer, computes=False)
 
 
 # Embeddings.
@@ -187,7 +191,7 @@ def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
     need_reranker_grpc(dispatcher.engine.info)
     if (refusal := over_limit(len(message.texts), dispatcher.spec.max_client_batch_size)) is not None:
         dispatcher.metrics.batch_too_large(len(message.texts))
-        call.fail(InvalidInput(refusal))
+        dispatcher.refuse(call, InvalidInput(refusal))
         return
 
     def read() -> list[Pair]:
@@ -203,7 +207,7 @@ def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
         return
 
     async def read_then_submit() -> None:
-        pairs = await dispatcher.off_loop(read)
+        pairs = await dispatcher.read_off_loop(call, read)
         dispatcher.submit(call, (Part(range(len(pairs)), pairs, options),), encode(pairs))
 
     dispatcher.metrics.received(len(message.texts))
@@ -234,7 +238,7 @@ def rerank_stream(dispatcher: Dispatcher, call: MethodCall) -> None:
         return parts_of(pairs, options), _rank_encoder(dispatcher, call, pairs, first.return_text)
 
     async def read_then_submit() -> None:
-        parts, encode = await dispatcher.off_loop(read)
+        parts, encode = await dispatcher.read_off_loop(call, read)
         dispatcher.submit(call, parts, encode)
 
     dispatcher.admit_async(call, read_then_submit)
