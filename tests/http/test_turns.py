@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from threading import Event
+from typing import cast
 
 import pytest
 
@@ -190,6 +192,34 @@ async def test_callers_share_a_turn_however_many_connections_they_have() -> None
     last = max(at for at, name in enumerate(served) if name == "busy")
     assert served[:last].count("many") <= 101
     await asyncio.wait_for(asyncio.gather(*(each.done.wait() for each in many)), 10)
+
+
+@pytest.mark.parametrize("kind", ["work", "connections"])
+async def test_a_defect_of_one_leaves_nothing_behind_it_undone(kind: str) -> None:
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context["exception"]))
+    done: list[int] = []
+
+    def piece(number: int) -> int:
+        if not number:
+            raise ZeroDivisionError
+        done.append(number)
+        return 0
+
+    if kind == "work":
+        turns = WorkTurns(turn_s=0.5, clock=cast(Callable[[], float], count().__next__))
+        turns.call("first", list)  # uses the turn up, as each piece does
+        for number in range(3):
+            turns.call(number, partial(piece, number))  # type: ignore[arg-type]
+    else:
+        connections = LoopTurns()
+        for number in range(3):
+            connections.wait(number, partial(piece, number))
+    for _ in range(9):
+        await asyncio.sleep(0)
+
+    assert done == [1, 2]
+    assert [type(each) for each in failures] == [ZeroDivisionError]
 
 
 async def test_callers_have_shared_threads_in_rotation_and_what_is_cancelled_never_begins() -> None:

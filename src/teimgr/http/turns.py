@@ -202,10 +202,12 @@ class WorkTurns:
 
     def _turn(self) -> None:
         self._loop, self._left_s = None, self._turn_s
-        while self._left_s > 0 and self._waiting:
-            self._waiting.pop()()
-        if self._waiting:
-            self._schedule()
+        try:
+            while self._left_s > 0 and self._waiting:
+                self._waiting.pop()()
+        finally:  # a defect of one piece does not delay those behind it
+            if self._waiting:
+                self._schedule()
 
 
 # Cost of what is processed in one turn of the loop for all connections of a protocol together. In HTTP/2's units, those
@@ -286,24 +288,31 @@ class LoopTurns:
 
     def _turn(self) -> None:
         self._loop, self._left = None, TURN_UNITS
-        while self._groups:
-            caller, group = next(iter(self._groups.items()))
-            if group.next()[0].units > self._left:
-                break
-            one = group.take()
-            self._part = one.units
-            try:
-                needed = one.catch_up()
-            finally:
-                self._part = None
+        try:
+            while self._groups and self._serve_next():
+                pass
+        finally:  # a defect of one connection does not delay those behind it
+            if self._groups:
+                self._schedule()
+
+    def _serve_next(self) -> bool:
+        """Have a connection of the next caller catch up; False if too few units are left in this turn."""
+        caller, group = next(iter(self._groups.items()))
+        if group.next()[0].units > self._left:
+            return False
+        one, needed = group.take(), 0
+        self._part = one.units
+        try:
+            needed = one.catch_up()
+        finally:
+            self._part = None
             if needed:
                 group.old.append(_Waiting(one.catch_up, max(needed, PART_UNITS)))
             if group.new or group.old:
                 self._groups.move_to_end(caller)
             else:
                 del self._groups[caller]
-        if self._groups:
-            self._schedule()
+        return True
 
 
 class _Work(Future[ResultT]):
