@@ -29,6 +29,7 @@ from tests.support.native import needs_native_forward
 
 from teimgr.engine.job import Lane, Output
 from teimgr.engine.native_forward.image_layers import NativeLayers, NativePatches
+from teimgr.engine.text.truncation import MAX_SCANNED_CHARACTERS
 from teimgr.errors import InvalidInput, ModelLoadFailed, WrongModelKind
 from teimgr.models.reading import read_layout
 
@@ -39,6 +40,7 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
     "clip, highest id ends": partial(build_clip, old_end=True),
     "clip, 0_CLIPModel": partial(build_clip, layout="legacy"),
     "clip, sentence-transformers": partial(build_clip, layout="sentence-transformers"),
+    "clip, words of its own": partial(build_clip, own_words=True),
     "siglip": build_siglip,
 }
 
@@ -103,6 +105,15 @@ def test_a_truncated_picture_fails_alone(served: Served) -> None:
     assert list(job.errors) == [0]
     assert "the PNG file is truncated or broken" in job.errors[0].message
     assert np.linalg.norm(job.vectors[1:], axis=1) == pytest.approx(1.0)
+
+
+def test_a_text_of_any_length_is_truncated_to_what_its_beginning_has(served: Served) -> None:
+    """It is longer than what a text may have that can be cut nowhere."""
+    words = "fog harbour, "
+    text = words * (2 * MAX_SCANNED_CHARACTERS // len(words))
+    job = served.wait(served.send([text, words * 100]))
+    assert not job.errors
+    assert (job.vectors[0] == job.vectors[1]).all()
 
 
 @needs_native_forward

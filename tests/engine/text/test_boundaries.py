@@ -11,7 +11,7 @@ from tests.support.models.files import CORPUS
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from teimgr.engine.text import truncation
-from teimgr.engine.text.boundaries import Boundaries
+from teimgr.engine.text.boundaries import Boundaries, breaks_at_spaces
 from teimgr.engine.text.truncation import Shortener, Text, Truncation
 
 _NO_SPACES = [
@@ -70,6 +70,8 @@ _TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "byte-level BPE of Qwen": lambda: files.qwen().backend_tokenizer,
     "BPE of Llama": _metaspace_bpe,
     "Unigram": _unigram,
+    "CLIP": files.clip,
+    "SigLIP": files.siglip,
 }
 
 
@@ -172,6 +174,25 @@ def test_a_cut_at_a_space_keeps_the_ids_whatever_the_steps_are(steps: str) -> No
             bound = Truncation(max(1, len(encoding) - 1 - short.slack), left)
             if shortener.decides(encoding, short, text, bound):
                 assert _ids(encoding, bound) == _ids(tokenizer.encode(text), bound), (text, short)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "kept"),
+    [
+        (r"[!\"\#\-\[\\\]\^\{~]", True),
+        (r"[!-x]", False),
+        (r"[^,]", False),
+        (r"[,\s]", False),
+        (r"[, ]", False),
+        (r"[,[:space:]]", False),
+        (r"[,&&[^.]]", False),
+        (r"[,]|o r", False),
+    ],
+)
+def test_spaces_between_words_stay_where_punctuation_alone_is_dropped(dropped: str, kept: bool) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Replace(Regex(dropped), ""), _BYTES
+    assert breaks_at_spaces(tokenizer) is kept
 
 
 def _made_of(steps: str, size: int) -> Tokenizer:

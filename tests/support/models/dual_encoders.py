@@ -17,7 +17,17 @@ import torch
 import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tests.support.models.files import CORPUS, _byte_level, edit, pad_and_truncate, read, write, write_modules
+from tests.support.models.files import (
+    CORPUS,
+    _byte_level,
+    clip,
+    edit,
+    pad_and_truncate,
+    read,
+    siglip,
+    write,
+    write_modules,
+)
 from tokenizers import Tokenizer, processors
 
 WIDTH = 24
@@ -29,17 +39,27 @@ _SQUARE = {"height": SIDE, "width": SIDE}
 DualLayout = Literal["transformers", "legacy", "sentence-transformers"]
 
 
-def build_clip(folder: Path, layout: DualLayout = "transformers", *, old_end: bool = False, seed: int = 0) -> Path:
+def build_clip(
+    folder: Path,
+    layout: DualLayout = "transformers",
+    *,
+    old_end: bool = False,
+    own_words: bool = False,
+    seed: int = 0,
+) -> Path:
     """Write a CLIP to `folder`; `legacy` is the layout with the folder 0_CLIPModel. `old_end`: the text half takes the
-    highest id for the end of a text, as in CLIP's first configurations.
+    highest id for the end of a text, as in CLIP's first configurations. `own_words`: the tokenizer has the steps of
+    CLIP's own; without them it is that of the golden vectors.
     """
     start, end = "<|startoftext|>", "<|endoftext|>"
-    tokenizer = _byte_level([start], CORPUS)
-    tokenizer.add_special_tokens([end])
+    tokenizer = clip() if own_words else _byte_level([start], CORPUS)
+    if not own_words:
+        tokenizer.add_special_tokens([end])
     ids = {token: tokenizer.token_to_id(token) for token in (start, end)}
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{start} $A {end}", special_tokens=list(ids.items())
-    )
+    if not own_words:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{start} $A {end}", special_tokens=list(ids.items())
+        )
     vocabulary = tokenizer.get_vocab_size()
     named = {"bos_token_id": ids[start], "eos_token_id": 2 if old_end else ids[end], "pad_token_id": ids[end]}
     texts = _PART | named | {"vocab_size": vocabulary, "max_position_embeddings": 77}
@@ -64,15 +84,11 @@ def build_clip(folder: Path, layout: DualLayout = "transformers", *, old_end: bo
 
 def build_siglip(folder: Path, *, seed: int = 0) -> Path:
     """Write a SigLIP to `folder`, whose texts are padded to 64 tokens."""
-    pad, end = "<pad>", "</s>"
-    tokenizer = _byte_level([pad, end], CORPUS)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {end}", special_tokens=[(end, tokenizer.token_to_id(end))]
-    )
+    tokenizer = siglip()
     texts = _PART | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 64}
     config = transformers.SiglipConfig(text_config=texts, vision_config=_PART | _SEEN)
     _save(transformers.SiglipModel, config, seed, transformers.SiglipImageProcessorPil(size=_SQUARE), folder)
-    _save_tokenizer(tokenizer, folder, 64, eos_token=end, pad_token=pad)
+    _save_tokenizer(tokenizer, folder, 64, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
     edit(folder / "tokenizer_config.json", padding_side="right")
     return folder
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,6 +202,40 @@ def unigram(begin: str | None, specials: list[str] | None = None) -> Callable[[]
         return _wrapped(tokenizer, [pad, unknown, start, end, mask], typed=begin == "[CLS]")
 
     return make
+
+
+def clip() -> Tokenizer:
+    """Byte-level BPE with the steps of transformers' CLIPTokenizer, whose words never have spaces."""
+    start, end, last = "<|startoftext|>", "<|endoftext|>", "</w>"
+    tokenizer: Tokenizer = transformers.CLIPTokenizer().backend_tokenizer
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, end_of_word_suffix=last)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    merges = [(first, second) for first, second in json.loads(tokenizer.to_str())["model"]["merges"]]
+    # Any byte may end a word, and a training knows those of its texts alone.
+    entries = [*alphabet, *(byte + last for byte in alphabet), *(first + second for first, second in merges)]
+    vocabulary = {entry: index for index, entry in enumerate(dict.fromkeys([*entries, start, end]))}
+    made: Tokenizer = transformers.CLIPTokenizer(vocab=vocabulary, merges=merges).backend_tokenizer
+    return made
+
+
+def siglip() -> Tokenizer:
+    """Unigram with what SiglipTokenizer does to a text first: lower case, no punctuation, single spaces."""
+    tokenizer = Tokenizer(token_models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(f"[{re.escape(string.punctuation)}]"), ""),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Strip(),
+        ]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>")
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    _frame(tokenizer, None, "</s>", "</s>", typed=False)
+    return tokenizer
 
 
 def with_marks(tokenizer: Wrapped, *marks: str) -> Wrapped:

@@ -25,7 +25,9 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _WORD_PATTERNS = [{"Regex": _WORDS % digits} for digits in ("", "{1,3}")]
-
+# CLIP's: all that it does not match is dropped, which is spaces. transformers' class names the two marks too.
+_CLIP_WORDS = r"%s's|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+_CLIP_PATTERNS = [{"Regex": _CLIP_WORDS % marks} for marks in ("", r"<\|startoftext\|>|<\|endoftext\|>|")]
 
 _SPACE = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
 _ASCII_PUNCTUATION = r"!-/:-@\[-`{-~"
@@ -164,7 +166,7 @@ class _Pieces:
         kinds = {part["type"] for part in parts}
         if model not in ("BPE", "Unigram") or not kinds <= _WORD_SPLITTERS:
             return None
-        if any(part["type"] == "Split" and not _splits(part) for part in parts):
+        if any(part["type"] == "Split" and not _splits_isolated(part) for part in parts):
             return None
         normalizers = flattened(step_of(tokenizer.normalizer), "normalizers")
         if not all(part["type"] in _LOCAL_NORMALIZERS or _is_of_spaces(part) for part in normalizers):
@@ -264,13 +266,17 @@ def _leaves_spaces(part: dict[str, Any], splitter: dict[str, Any]) -> bool:
         return bool(content == " " or _marks_spaces(splitter, content))
     if found == {"String": " "}:
         return _marks_spaces(splitter, content)
-    return "String" in found and not any(map(str.isspace, found["String"]))
+    if "String" in found:
+        return not any(map(str.isspace, found["String"]))
+    return _PUNCTUATION_CLASS.fullmatch(found["Regex"]) is not None
 
 
 def _marks_spaces(splitter: dict[str, Any], content: str) -> bool:
     return bool(splitter["type"] == "Metaspace" and content == splitter["replacement"])
 
 
+# A class of ASCII punctuation alone, as SigLIP's, with no range, inner class, complement or intersection.
+_PUNCTUATION_CLASS = re.compile(r"\[(?!\^)(?:\\[!-/:-@\[-`{-~]|(?!&&)[!-,./:-@^_`{-~])+\]")
 _SPACE_RUNS = [{"Regex": regex} for regex in (" {2,}", r"\s+", r"\s{2,}", " +")]
 
 
@@ -292,10 +298,17 @@ def _splits(part: dict[str, Any]) -> bool:
     if kind == "ByteLevel":
         return bool(part.get("use_regex", True))
     if kind == "Split":
-        return part["pattern"] in _WORD_PATTERNS and part["behavior"] == "Isolated" and not part["invert"]
+        return _splits_isolated(part) or (
+            part["pattern"] in _CLIP_PATTERNS and part["behavior"] == "Removed" and part["invert"]
+        )
     if kind == "Metaspace":
         return bool(part.get("split", True))
     return kind in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
+
+
+def _splits_isolated(part: dict[str, Any]) -> bool:
+    """Whether a Split keeps all characters, in words that rule 3 knows."""
+    return part["pattern"] in _WORD_PATTERNS and part["behavior"] == "Isolated" and not part["invert"]
 
 
 def flattened(spec: dict[str, Any] | None, children: str) -> Iterable[dict[str, Any]]:
