@@ -27,10 +27,13 @@ from tests.support.models.dual_encoders import (
     sound_file,
 )
 from tests.support.native import needs_native_forward
+from tests.support.polling import until
 
 from teimgr.engine.batching.batch import PackedBatch
+from teimgr.engine.batching.queue import QueueEntry
 from teimgr.engine.job import Job, Lane, Output
 from teimgr.engine.native_library import native_library
+from teimgr.errors import InferenceFailed, Unavailable
 
 BUILDERS: dict[str, Callable[[Path], Path]] = {
     "CLIP": build_clip,
@@ -81,7 +84,10 @@ class Steps:
                 sender.start()
                 sender.join(WAIT_S)
                 assert self.query is not None
-                if not self.serves_both:
+                if self.serves_both:
+                    queue = self._served.engine._queue
+                    until(lambda: queue.texts(Lane.INTERACTIVE) > 0, "a query in the queue", WAIT_S)
+                else:
                     self._served.wait(self.query)
         own()
 
@@ -136,3 +142,36 @@ def test_a_query_comes_in_between_the_steps_of_a_bulk_job(
         own_ns = served.delivered_ns[job] - job.submitted_ns
         assert job.tokenization_ns + job.queue_ns + job.inference_ns <= own_ns
     assert steps.count >= LEAST[name]
+
+
+@needs_native_forward
+def test_a_defect_in_a_query_within_a_bulk_job_fails_that_query_alone_and_makes_the_engine_unhealthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Ordered(build_gme(tmp_path / "model"))
+    engine, outputs = served.engine, frozenset({Output.DENSE})
+    steps = Steps(served, outputs)
+    [runner] = engine._runners
+    serve, execute = runner._serve_between_steps, runner._execute
+    sizes: list[int] = []
+
+    def broken(entries: list[QueueEntry]) -> None:
+        if entries[0].job.lane is Lane.INTERACTIVE:
+            raise ValueError("a defect")
+        sizes.append(sum(entry.texts for entry in entries))
+        execute(entries)
+
+    monkeypatch.setattr(runner, "_serve_between_steps", lambda: steps.take(serve))
+    monkeypatch.setattr(runner, "_execute", broken)
+    monkeypatch.setattr(runner._model, "run", partial(steps.run, runner._model.run))
+    try:
+        files = [engine.picture(file_of(noise(120, 200, seed))) for seed in range(4)]
+        bulk = served.wait(served.send(files, Lane.BULK, outputs=outputs))
+        assert not bulk.errors
+        assert sum(sizes) == len(files)  # not run again in halves
+        with pytest.raises(Unavailable, match="a defect"):
+            engine.self_test(WAIT_S)
+        assert steps.query is not None
+        assert isinstance(served.wait(steps.query).errors[0], InferenceFailed)
+    finally:
+        engine.close(1.0)

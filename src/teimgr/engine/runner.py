@@ -101,7 +101,8 @@ class Runner:
     Equal inputs of one tenant that wait or are computed at the same time are computed once; `cache` keeps results for
     longer. `repeats` estimates how many come again.
 
-    `on_defect` gets what is raised on a caller's thread, which it does not end; the queries at hand fail.
+    `on_defect` gets what is raised by queries on a caller's thread or within a bulk batch; it ends neither, and the
+    queries at hand fail.
     """
 
     def __init__(
@@ -161,11 +162,7 @@ class Runner:
         if not self._computing.acquire(blocking=False):
             return False
         try:
-            self._execute(entries)
-        except BaseException as error:
-            self._on_defect(error)
-            undone = [entry for entry in entries if entry.job.remaining]
-            self._fail(undone, InferenceFailed("Backend error: the engine has a defect"))
+            self._execute_queries(entries)
         finally:
             self._computing.release()
         self._queue.queries_were_served()
@@ -208,10 +205,20 @@ class Runner:
             self._fail(draft.expired, DeadlineExceeded())
         if draft.entries:
             threads = torch.get_num_threads()
-            self._execute(draft.entries)
+            self._execute_queries(draft.entries)
             torch.set_num_threads(threads)
         now = time.monotonic()
         self._left_until = now + (now - began) / _SHARE
+
+    def _execute_queries(self, entries: list[QueueEntry]) -> None:
+        """Run a batch where an exception must not reach the caller: an event loop, or the forward of a bulk batch,
+        which would be run again in halves."""
+        try:
+            self._execute(entries)
+        except BaseException as error:
+            self._on_defect(error)
+            undone = [entry for entry in entries if entry.job.remaining]
+            self._fail(undone, InferenceFailed("Backend error: the engine has a defect"))
 
     def _fail(self, entries: Sequence[QueueEntry], error: TeimgrError) -> None:
         self._finisher.put(Failures(failed_rows(entries, error)))
