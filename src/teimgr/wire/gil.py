@@ -74,7 +74,10 @@ ResultT = TypeVar("ResultT")
 
 
 class StepThread:
-    """Runs generators on one thread until they return, a step of each in turn, by `TURNS_OF` in rotation."""
+    """Runs generators on one thread until they return, a step of each in turn, by `TURNS_OF` in rotation.
+
+    Each step holds the GIL: with two threads at work an event loop would get every third step at best.
+    """
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
