@@ -30,6 +30,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 # The lanes of a worker, and the header, or metadata of gRPC, by which a caller chooses one for a request.
 LANES = ("interactive", "bulk")
 LANE_KEY = "x-teimgr-lane"
+# Of one text in a request. It is joined in one call, of 32 MB where one character needs four bytes; no model reads this
+# many.
+MAX_TEXT_BYTES = 8 * 2**20
 # Headers between gateway and worker: for how many seconds a call asks that its model stay, and for how many nanoseconds
 # it has waited for its load.
 KEEP_ALIVE, LOAD_NS = "x-teimgr-keep-alive", "x-teimgr-load-ns"

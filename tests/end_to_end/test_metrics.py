@@ -174,7 +174,7 @@ async def test_figures_of_keys_move() -> None:
 async def test_figures_of_scaling_move() -> None:
     class Load:
         def __init__(self) -> None:
-            self.now = ScalingFigures(0, 0.0, 100.0, 0.0, 1, 1, "")
+            self.now = ScalingFigures(0, 0.0, 100.0, 0.0, 1, 0, 1, "")
 
         async def figures(self) -> dict[str, ScalingFigures]:
             return {"a": self.now}
@@ -182,7 +182,7 @@ async def test_figures_of_scaling_move() -> None:
     load = Load()
 
     def act() -> None:
-        load.now = ScalingFigures(500, 5.0, 100.0, 4.0, 2, 3, "")
+        load.now = ScalingFigures(500, 5.0, 100.0, 4.0, 2, 0, 3, "")
 
     await moves("work waits for an instance", partial(Autoscaler.page, cast(Any, load)), act)
 

@@ -12,6 +12,7 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
+from teimgr.http.turns import WorkTurns
 from teimgr.wire.frames import HttpRequest
 from teimgr.worker import body_validation, http_inference
 from teimgr.worker.dialects import cohere, openai, rerank, sie, tei, vllm
@@ -106,6 +107,7 @@ class OffLoop:
     """In place of a dispatcher, for the bodies that it has read on a thread; `works` counts them."""
 
     works = 0
+    turns = WorkTurns()
 
     async def off_loop(self, work: Any, *arguments: Any) -> Any:
         self.works += 1

@@ -18,7 +18,7 @@ from teimgr.client.inference_calls import RpcCalls
 from teimgr.client.rest import RestCalls
 from teimgr.client.values import Vectors
 from teimgr.errors import TeimgrError, ValidationError
-from teimgr.wire.json_scan import MAX_TEXT_BYTES
+from teimgr.spec import MAX_TEXT_BYTES
 
 _REQUEST_BYTES = 4 * 2**20  # of files; in base64 a third more
 _MAX_FILE_BYTES = MAX_TEXT_BYTES // 4 * 3  # in base64 the longest text of a request

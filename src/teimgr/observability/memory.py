@@ -156,7 +156,9 @@ _GROWTH_SINCE_BYTES = 16 * 2**20
 class MemoryReturn:
     """Trims this process's heap when it was idle for `idle_s` after work and has grown, until `stop`.
 
-    Given back during work, memory would only be taken again. `trims` counts, for tests. Where the C library has no `malloc_trim` nothing happens.
+    Given back during work, memory would only be taken again.
+
+    `trims` counts, for tests. Where the C library has no `malloc_trim` nothing happens.
     """
 
     def __init__(self, idle_s: float = IDLE_S, work_s: float = _WORK_S) -> None:

@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from teimgr.errors import InvalidInput, TooLarge
+from teimgr.spec import MAX_TEXT_BYTES
 from teimgr.wire.arrow_limits import StreamSize, stream_size
 from teimgr.wire.arrow_tables import Keys, images_of, is_images
-from teimgr.wire.json_scan import MAX_TEXT_BYTES
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
 GoOn = Callable[[], None]

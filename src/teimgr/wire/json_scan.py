@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 
 from teimgr.errors import InvalidInput
+from teimgr.spec import MAX_TEXT_BYTES
 from teimgr.wire.gil import Rests, freed
 
 Text = bytes | bytearray
@@ -256,8 +257,6 @@ MAX_CONTAINERS = 50_000
 # Elements and members of all lists and objects together: one call frees them, in 10 to 20 ms. OpenAI's service takes
 # 300,000 token ids in a request.
 MAX_VALUES = 1_000_000
-# Of one text. It is joined in one call, of 32 MB where one character needs four bytes; no model reads this many.
-MAX_TEXT_BYTES = 8 * 2**20
 _SHOWN_KEY = 64
 LONG_TEXT = f"a text of more than {MAX_TEXT_BYTES} bytes"
 _MAX_DEPTH = 1024  # of lists and objects, as orjson's

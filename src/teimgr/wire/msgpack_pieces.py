@@ -12,9 +12,10 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from teimgr.spec import MAX_TEXT_BYTES
 from teimgr.wire import json_scan
 from teimgr.wire.gil import free
-from teimgr.wire.json_scan import MAX_CONTAINERS, MAX_TEXT_BYTES, MAX_VALUES
+from teimgr.wire.json_scan import MAX_CONTAINERS, MAX_VALUES
 
 MAX_BINARY_BYTES = 20 * 2**20  # those of an image or a sound, copied in one call of some milliseconds
 _PIECE_BYTES = 64 * 1024

@@ -14,7 +14,7 @@ from teimgr.engine.job import Account, InferOptions, Input, Job, Lane, Output, c
 from teimgr.errors import InvalidInput, Refused, TeimgrError, TooLarge
 from teimgr.http.turns import TURNS_OF
 from teimgr.observability.request_context import CURRENT, CallStats
-from teimgr.spec import LoadedModel
+from teimgr.spec import MAX_TEXT_BYTES, LoadedModel
 from teimgr.wire.frames import (
     Flag,
     Method,
@@ -22,7 +22,7 @@ from teimgr.wire.frames import (
     Received,
     Timings,
 )
-from teimgr.wire.json_scan import LONG_TEXT, MAX_TEXT_BYTES, too_large
+from teimgr.wire.json_scan import LONG_TEXT, too_large
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import MAX_FIELDS, UNCOUNTED_BYTES, Slice, scan, split_off
 from teimgr.wire.text_column import SharedTexts, TextColumn

@@ -16,7 +16,8 @@ from typing import Any
 import orjson
 
 from teimgr.errors import InvalidInput
-from teimgr.wire.json_scan import LONG_TEXT, MAX_TEXT_BYTES, WINDOW_BYTES, matched, occurrences, too_large
+from teimgr.spec import MAX_TEXT_BYTES
+from teimgr.wire.json_scan import LONG_TEXT, WINDOW_BYTES, matched, occurrences, too_large
 from teimgr.worker.dialects import serde_runs
 from teimgr.worker.dialects.serde_text import shown
 
