@@ -52,8 +52,8 @@ class ImageCalls(RpcCalls, RestCalls):
     ) -> Vectors:
         """One vector per image, float32 [n, dim], in the space of the model's texts; one image gives one row.
 
-        An image is the bytes of a file, a path, or an image of Pillow, which is sent as PNG, turned as its EXIF says,
-        or as it is in its file if that is a JPEG of which nothing has read the pixels. Several images go in one
+        An image is the bytes of a file, a path, or a Pillow image. A Pillow image is sent as PNG, rotated by its EXIF
+        orientation; one opened from a JPEG whose pixels were not read is sent as that file. Several images go in one
         request, `in_flight` requests at a time. The first failure cancels the rest; its message names the image.
 
         Raises:
@@ -122,8 +122,8 @@ def _file_of(image: Image, name: str) -> bytes:
 
 
 def _file_of_pillow(image: Savable) -> bytes:
-    """The file that Pillow has opened, where it is a JPEG whose pixels nothing has read or changed: as PNG it would
-    have several times its bytes. Of any other image a PNG, turned as its EXIF says.
+    """The bytes to send for a Pillow image: its own file for a JPEG whose pixels were not read or changed, as a PNG
+    would have several times its bytes; else a PNG, rotated by its EXIF orientation.
 
     Raises:
         OSError, ValueError, SyntaxError: it cannot be read, or no PNG has its mode.

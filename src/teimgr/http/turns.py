@@ -54,16 +54,33 @@ class Rotation(Generic[ItemT]):
         return item
 
 
-class CallTurns:
-    """Makes `per_turn` calls in each turn of the event loop; further ones in later turns, by callers in rotation.
+class _InTurns:
+    """Calls `_turn` once in the next turn of the event loop after `_schedule`; for one loop at a time."""
 
-    For one event loop at a time.
-    """
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one in which the next turn is scheduled
+
+    def _schedule(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            loop.call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        self._loop = None
+        self._turn()
+
+    def _turn(self) -> None:
+        raise NotImplementedError
+
+
+class CallTurns(_InTurns):
+    """Makes `per_turn` calls in each turn of the event loop; further ones in later turns, by callers in rotation."""
 
     def __init__(self, per_turn: int) -> None:
+        super().__init__()
         self._per_turn = self._left = per_turn
         self._waiting: Rotation[Callable[[], object]] = Rotation()
-        self._loop: asyncio.AbstractEventLoop | None = None  # the one in which the next turn is scheduled
 
     def call(self, caller: Hashable, function: Callable[[], object]) -> bool:
         """Call `function` in a later turn and return True, or return False: the caller may do so now.
@@ -89,14 +106,8 @@ class CallTurns:
         """How many functions of `caller` are to be called in later turns."""
         return self._waiting.waiting_of(caller)
 
-    def _schedule(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop = loop
-            loop.call_soon(self._next_turn)
-
-    def _next_turn(self) -> None:
-        self._loop, self._left = None, self._per_turn
+    def _turn(self) -> None:
+        self._left = self._per_turn
         if self._waiting:
             self._schedule()
         while self._left > 0 and self._waiting:
@@ -144,18 +155,18 @@ def _go_on(begins: asyncio.Future[None]) -> bool:
 _WORK_S = 0.006
 
 
-class WorkTurns:
+class WorkTurns(_InTurns):
     """Short work for requests on the event loop: `turn_s` of it a turn, the rest later, by `TURNS_OF` in rotation.
 
     A turn has one piece of work at least, and ends with the one that uses it up: each has to be short itself. `clock`
-    returns seconds. For one event loop at a time.
+    returns seconds.
     """
 
     def __init__(self, turn_s: float = _WORK_S, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
         self._turn_s = self._left_s = turn_s
         self._clock = clock
         self._waiting: Rotation[Callable[[], None]] = Rotation()
-        self._loop: asyncio.AbstractEventLoop | None = None  # the one in which the next turn is scheduled
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
         """What `work` returns or raises: at once unless this turn is used up or others wait."""
@@ -194,14 +205,8 @@ class WorkTurns:
         except Exception as error:
             done.set_exception(error)
 
-    def _schedule(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop = loop
-            loop.call_soon(self._turn)
-
     def _turn(self) -> None:
-        self._loop, self._left_s = None, self._turn_s
+        self._left_s = self._turn_s
         try:
             while self._left_s > 0 and self._waiting:
                 self._waiting.pop()()
@@ -246,7 +251,7 @@ class _Group:
         return waiting.popleft()
 
 
-class LoopTurns:
+class LoopTurns(_InTurns):
     """Units of work for the connections of one event loop: all share `TURN_UNITS` a turn.
 
     Connections that need more wait. Callers get `PART_UNITS` each in rotation, and so do the connections of a caller;
@@ -255,10 +260,10 @@ class LoopTurns:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._left = TURN_UNITS
         self._part: int | None = None  # of the connection that catches up
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()  # by caller, those that wait, the next one first
-        self._loop: asyncio.AbstractEventLoop | None = None  # the one in which the next turn is scheduled
 
     @property
     def units(self) -> int:
@@ -280,14 +285,8 @@ class LoopTurns:
         self._groups.setdefault(caller, _Group()).new.append(_Waiting(catch_up, PART_UNITS))
         self._schedule()
 
-    def _schedule(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop = loop
-            loop.call_soon(self._turn)
-
     def _turn(self) -> None:
-        self._loop, self._left = None, TURN_UNITS
+        self._left = TURN_UNITS
         try:
             while self._groups and self._serve_next():
                 pass

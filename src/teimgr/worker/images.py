@@ -70,8 +70,8 @@ class SentContent(NamedTuple):
 
 
 class ChatEnd(NamedTuple):
-    """What a request says of the end of its chats, by vLLM's `add_generation_prompt` and `continue_final_message`; None
-    where it says nothing. The chats of the models here end with the open turn of an assistant.
+    """vLLM's `add_generation_prompt` and `continue_final_message`, which decide how chats end; None if absent. The
+    chats of the models here end with the open turn of an assistant.
     """
 
     prompted: bool | None = None

@@ -34,7 +34,7 @@ class Connection(Protocol):
 
 # Longest DATA frame that is sent: others have their turn after it.
 _FRAME_BYTES = 256 * 1024
-# Frames of more than this are written at once: then the transport says whether the client reads them.
+# Frames of more than this are written at once: the write buffer then shows whether the client reads them.
 _WAITING_BYTES = 64 * 1024
 _COPIED_BYTES = 256 * 1024
 

@@ -72,7 +72,7 @@ class MediaOptions(http.LenientBody):
 
 
 class ChatRequest(MediaOptions):
-    """vLLM's `messages` in place of an input, and what it says of chats."""
+    """vLLM's `messages` in place of an input, and its fields about chats."""
 
     messages: Any = None
     add_generation_prompt: bool | None = None
