@@ -329,4 +329,4 @@ class DaemonLoads:
 
     def _answer(self, call: int, error: TeimgrError | None) -> None:
         if (waiting := self._waiting.get(call)) is not None:
-            answer_call({call: waiting.answer}, call, error)
+            answer_call(waiting.answer, error)

@@ -426,9 +426,9 @@ class Residence:
     def _carry_out(self, decision: Decision) -> None:
         match decision:
             case Serve(call):
-                answer_call(self._answers, call, None)
+                answer_call(self._answers.get(call), None)
             case Refuse():
-                answer_call(self._answers, decision.call, error_of(decision))
+                answer_call(self._answers.get(decision.call), error_of(decision))
             case Load(model, reason):
                 if not self._judge_again(model, True):
                     self._begin(self._load(model, reason), f"load of {model}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Protocol, TypeVar
 
@@ -102,9 +102,8 @@ class WaitingCalls:
                 del self._calls[tenant], self._bytes[tenant]
 
 
-def answer_call(answers: Mapping[int, asyncio.Future[None]], call: int, error: TeimgrError | None) -> None:
+def answer_call(answer: asyncio.Future[None] | None, error: TeimgrError | None) -> None:
     """Let a call that waits for its model go on, or raise `error` there; no-op for one that waits no longer."""
-    answer = answers.get(call)
     if answer is None or answer.done():
         return
     if error is None:
