@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.models import CORPUS, TEXTS, build, edit, write
+import transformers
+from tests.support.models import CORPUS, TEXTS, build, edit, read, write
+from tests.support.models.dual_encoders import build_siglip
 
+from teimgr.engine.batching.batch import Encoded
+from teimgr.engine.images.inputs import DualTokenizer
+from teimgr.engine.text.boundaries import breaks_at_spaces
 from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
-from teimgr.errors import ModelLoadFailed
+from teimgr.errors import ModelLoadFailed, TokenizerFailed
 from teimgr.models.layout import Layout
 from teimgr.models.reading import read_layout
 
@@ -68,6 +73,93 @@ def test_t5_ends_every_text(tmp_path: Path) -> None:
     pieces = trained(tmp_path, "spiece.model", "t5", "T5Tokenizer", **ids)
 
     assert ids_of(tmp_path) == [[*pieces.encode(text), 1] for text in (*TEXTS, *ODD)]
+
+
+SIGLIP = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+AWKWARD = (
+    *(
+        "",
+        "!",
+        "  leading, and trailing ",
+        "ΟΔΥΣΣΕΥΣ ΣΑΣ' Σ",
+        "ΑΣ'Α",
+        "ʰΣ A\u0345Σ",
+        "İstanbul ǅ ẞ ß",
+        "▁a▁b ▁ c",
+        " ▁ ",
+    ),
+    *(
+        "a\u00a0b\tc\x1cd\x85e\u3000f",
+        "\ufeffbom",
+        "a\u200bb\x00c",
+        "x_y=z; #include <a.h>",
+        "don't rock'n'roll",
+        "<UNK>",
+    ),
+    *(
+        "東京は日本の首都です。",
+        "مَرْحَبًا फ़िल्म שָׁלוֹם Việt",
+        "👨‍👩‍👧 👍🏽 ❤️ 🇩🇪",
+        "½ ② ﬁne e\u0301 — «x»",
+        "rain, " * 200,
+        "é " * 2000,
+    ),
+)
+
+
+def siglip_of_pieces(folder: Path, **options: Any) -> Any:
+    """Write a SigLIP without tokenizer.json, as SiglipTokenizer saves its files; gives that tokenizer."""
+    build_siglip(folder)
+    (folder / "tokenizer.json").unlink()
+    trained(folder / "pieces", "spiece.model", "siglip", "SiglipTokenizer", **SIGLIP | options)
+    (folder / "pieces" / "spiece.model").rename(folder / "spiece.model")
+    (folder / "tokenizer_config.json").unlink()
+    slow = transformers.SiglipTokenizer(str(folder / "spiece.model"))
+    config = read(folder / "config.json")
+    write(folder / "config.json", config | {"text_config": config["text_config"] | {"vocab_size": slow.vocab_size}})
+    slow.save_pretrained(folder)
+    return slow
+
+
+def test_siglip_has_the_ids_of_its_slow_tokenizer(tmp_path: Path) -> None:
+    slow = siglip_of_pieces(tmp_path)
+    texts = [text for text in (*TEXTS, *ODD, *AWKWARD) if text]
+    expected = slow(texts, padding="max_length", truncation=True, max_length=64)["input_ids"]
+    tokenizer = DualTokenizer(read_layout(tmp_path), 64)
+    found = tokenizer.encode(texts, TokenizeOptions())
+
+    assert [each.ids.tolist() for each in found] == expected  # type: ignore[union-attr]
+    assert breaks_at_spaces(tokenizer.library)  # so long texts are cut before
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"), [("a </s> b", "the token </s>"), (f"{'é' * 1023}²\u0301", "a character with marks")]
+)
+def test_a_text_that_siglips_slow_tokenizer_reads_otherwise_is_refused(text: str, refusal: str, tmp_path: Path) -> None:
+    """The tokenizers library drops the accent of a superscript; behind a special token no word begins."""
+    slow = siglip_of_pieces(tmp_path)
+    tokenizer = DualTokenizer(read_layout(tmp_path), 64)
+    failed, read = tokenizer.encode([text, "a photo"], TokenizeOptions())
+
+    assert tokenizer.library.encode(text).ids != slow(text)["input_ids"]
+    assert isinstance(failed, TokenizerFailed)
+    assert refusal in failed.message
+    assert "add a tokenizer.json" in failed.message
+    assert isinstance(read, Encoded)
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"model_type": "bpe"}, "not a model of kind Unigram"),
+        ({"remove_extra_whitespaces": False}, "SiglipTokenizer does"),
+    ],
+)
+def test_a_siglip_of_other_pieces_is_refused(options: dict[str, Any], refusal: str, tmp_path: Path) -> None:
+    siglip_of_pieces(tmp_path, **options)
+
+    with pytest.raises(ModelLoadFailed, match=refusal):
+        DualTokenizer(read_layout(tmp_path), 64)
 
 
 def test_a_tokenizer_that_cuts_otherwise_is_refused(tmp_path: Path) -> None:

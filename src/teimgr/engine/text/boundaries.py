@@ -266,6 +266,8 @@ def _leaves_spaces(part: dict[str, Any], splitter: dict[str, Any]) -> bool:
         return bool(content == " " or _marks_spaces(splitter, content))
     if found == {"String": " "}:
         return _marks_spaces(splitter, content)
+    if found == {"Regex": FINAL_SIGMA}:
+        return True
     if "String" in found:
         return not any(map(str.isspace, found["String"]))
     return _PUNCTUATION_CLASS.fullmatch(found["Regex"]) is not None
@@ -277,7 +279,11 @@ def _marks_spaces(splitter: dict[str, Any], content: str) -> bool:
 
 # A class of ASCII punctuation alone, as SigLIP's, with no range, inner class, complement or intersection.
 _PUNCTUATION_CLASS = re.compile(r"\[(?!\^)(?:\\[!-/:-@\[-`{-~]|(?!&&)[!-,./:-@^_`{-~])+\]")
-_SPACE_RUNS = [{"Regex": regex} for regex in (" {2,}", r"\s+", r"\s{2,}", " +")]
+PYTHON_SPACES = r"[\x1c-\x1f\s]+"  # what `str.split` splits at
+_SPACE_RUNS = [{"Regex": regex} for regex in (" {2,}", r"\s+", r"\s{2,}", " +", PYTHON_SPACES)]
+# A capital sigma that `str.lower` makes a final one of. A space decides as the end of the text does.
+_CASED = r"[\p{Cased}&&[^\p{Case_Ignorable}]]"
+FINAL_SIGMA = rf"{_CASED}\p{{Case_Ignorable}}*+\KΣ(?!\p{{Case_Ignorable}}*+{_CASED})"
 
 
 def _keeps_first_space(tokenizer: Tokenizer) -> bool:

@@ -1,16 +1,20 @@
-"""Tokenizers of models without tokenizer.json: converted by transformers, and compared with SentencePiece's own."""
+"""Tokenizers of models without tokenizer.json: made of their vocabulary, and compared with SentencePiece's own."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
+import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from teimgr.engine.text.boundaries import FINAL_SIGMA, PYTHON_SPACES
 from teimgr.engine.weights.gguf import gguf_tokenizer
-from teimgr.errors import ModelLoadFailed
+from teimgr.errors import ModelLoadFailed, TokenizerFailed
 from teimgr.models.bounded_json import read_object
 from teimgr.models.directory import weight_files
 from teimgr.models.gguf_head import GGUF
@@ -55,6 +59,8 @@ def convert(layout: Layout) -> Tokenizer:
         )
     trust = layout.trust_remote_code  # never None: transformers would prompt on the terminal
     slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    if pieces is not None and type(slow).__name__ == _SIGLIP:
+        return _siglip(slow, pieces)
     backend = getattr(slow, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise TypeError(f"{type(slow).__name__} has no fast form, and there is no tokenizer.json")
@@ -137,9 +143,7 @@ def _difference(tokenizer: Tokenizer, pieces: Any) -> str | None:
 
 def _normalize_as(tokenizer: Tokenizer, pieces: Any) -> None:
     """Normalize texts by the specification in a SentencePiece model."""
-    protobuf: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")  # its types are incomplete
-    model = protobuf.ModelProto.FromString(pieces.serialized_model_proto())
-    spec = model.normalizer_spec
+    spec = _proto(pieces).normalizer_spec
     steps: list[Any] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
@@ -147,3 +151,93 @@ def _normalize_as(tokenizer: Tokenizer, pieces: Any) -> None:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if spec.add_dummy_prefix else "never")
+
+
+def _proto(pieces: Any) -> Any:
+    """The message in the file of a SentencePiece model."""
+    protobuf: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")  # its types are incomplete
+    return protobuf.ModelProto.FromString(pieces.serialized_model_proto())
+
+
+_SIGLIP = "SiglipTokenizer"
+_UNIGRAM = 1  # of SentencePiece's kinds
+_SIGLIP_PROBES = (*PROBES, *map(str.upper, PROBES), "ΟΔΥΣΣΕΥΣ' ΣΑΣ.", "▁a ▁ b", "!", " \x1c-\x85", "\r\n+x", "İstanbul")
+# Characters of a text that are normalized at a time, with the GIL, and more, for marks at an edge.
+_CHECKED, _OVERLAP = 1024, 32
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def _siglip(slow: Any, file: Path) -> Tokenizer:
+    """The fast form of SiglipTokenizer, which transformers has in Python alone.
+
+    Raises:
+        ModelLoadFailed: its ids differ on a probe.
+    """
+    pieces = slow.sp_model
+    model = _proto(pieces)
+    if model.trainer_spec.model_type != _UNIGRAM:
+        raise ModelLoadFailed(f"{file.name} is not a model of kind Unigram, which SigLIP's are: add a tokenizer.json")
+    entries = [(entry.piece, entry.score) for entry in model.pieces]
+    byte_fallback = model.trainer_spec.byte_fallback
+    tokenizer = Tokenizer(models.Unigram(entries, unk_id=pieces.unk_id(), byte_fallback=byte_fallback))
+    steps: list[Any] = []
+    if slow.do_lower_case:
+        steps += [normalizers.Replace(Regex(FINAL_SIGMA), "ς"), normalizers.Lowercase()]
+    steps += [
+        normalizers.Replace(Regex(f"[{re.escape(string.punctuation)}]"), ""),
+        normalizers.Replace(Regex(PYTHON_SPACES), " "),
+        normalizers.Strip(),
+    ]
+    if charsmap := model.normalizer_spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(charsmap))
+    steps += [normalizers.Replace("▁", " "), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_tokens([AddedToken(str(token), normalized=False) for token in slow.added_tokens_decoder.values()])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in slow.all_special_tokens])
+    end = slow.eos_token
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, slow.eos_token_id)]
+    )
+    for text in _SIGLIP_PROBES:
+        if slow(text, truncation=False)["input_ids"] != tokenizer.encode(text).ids:
+            raise ModelLoadFailed(
+                f"the fast tokenizer made of {file.name} cuts {text!r} in other places than {_SIGLIP} does: add a "
+                "tokenizer.json"
+            )
+    return tokenizer
+
+
+def check_of_texts(layout: Layout, tokenizer: Tokenizer) -> Callable[[str], None] | None:
+    """What raises TokenizerFailed for a text that `tokenizer` may cut otherwise than the library's; None: no text is.
+
+    Of a SiglipTokenizer made of its pieces. The tokenizers library normalizes a base character with its marks as one,
+    and drops marks that SentencePiece keeps; and SiglipTokenizer begins no word behind a special token.
+    """
+    file = layout.transformer_dir / "spiece.model"
+    if layout.dual is None or (file.parent / "tokenizer.json").is_file() or not file.is_file():
+        return None
+    config = read_object(file.parent / "tokenizer_config.json") or {}
+    if (config.get("tokenizer_class") or _SIGLIP).removesuffix("Fast") != _SIGLIP:
+        return None
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor(model_file=str(file))
+    unknown = pieces.id_to_piece(pieces.unk_id())
+    before = pieces.normalize(unknown)
+    lowers = config.get("do_lower_case", True)
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    way_out = "add a tokenizer.json to the model"
+
+    def check(text: str) -> None:
+        if (token := next((each for each in added if each in text), None)) is not None:
+            raise TokenizerFailed(f"the text has the token {token}, beside which {_SIGLIP} cuts otherwise: {way_out}")
+        for begin in range(0, 0 if text.isascii() else len(text), _CHECKED):
+            part = text[begin : begin + _CHECKED + _OVERLAP]
+            given = (part.lower() if lowers else part).replace("▁", " ").translate(_NO_PUNCTUATION)
+            theirs = pieces.normalize(f"{unknown}▁{' '.join(given.split())}").removeprefix(before)
+            if theirs.strip("▁") != tokenizer.normalizer.normalize_str(part).replace(" ", "▁"):
+                raise TokenizerFailed(f"the text has a character with marks that {_SIGLIP} reads otherwise: {way_out}")
+
+    return check

@@ -17,6 +17,7 @@ from tokenizers import Encoding
 from teimgr.engine.batching.batch import Encoded, TokenizedTexts
 from teimgr.engine.job import InferOptions, Input, Pair, ZeroVector, characters
 from teimgr.engine.text.boundaries import Boundaries
+from teimgr.engine.text.converted_tokenizer import check_of_texts
 from teimgr.engine.text.declared_tokens import named_tokens
 from teimgr.engine.text.listwise import ListPrompt
 from teimgr.engine.text.templates import DOCUMENT, QUERY, CausalTemplate, PiecedTemplate, late_interaction_roles
@@ -168,7 +169,7 @@ class TextTokenizer:
         self._queries = _query_tokenizer(layout, most_of_query or max_length)
         tokenizer = load_tokenizer(layout)
         self.library = tokenizer
-        self._library = TokenizerLibrary(tokenizer)
+        self._library = TokenizerLibrary(tokenizer, check_of_texts(layout, tokenizer))
         self._boundaries = Boundaries(tokenizer)
         self._shortener = Shortener(self._boundaries, max_length)
         self._add_specials = layout.backbone is not Backbone.STATIC

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tokenizers import Encoding, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -31,8 +31,10 @@ def is_panic(error: BaseException) -> bool:
 class TokenizerLibrary:
     """A tokenizer of the library with its errors as `TokenizerFailed`. Safe from any thread; releases the GIL."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, check: Callable[[str], None] | None = None) -> None:
+        """`check` raises TokenizerFailed for a text that the tokenizer would cut wrongly."""
         self._tokenizer = tokenizer
+        self._check = check
 
     def encode(self, texts: Sequence[Text], specials: bool = True, offsets: bool = False) -> list[Encoding]:
         """Untruncated encodings of `texts`, with or without special tokens and offsets.
@@ -40,6 +42,10 @@ class TokenizerLibrary:
         Raises:
             TokenizerFailed: the library refused one of them.
         """
+        if self._check is not None:
+            for text in texts:
+                for part in (text,) if isinstance(text, str) else text:
+                    self._check(part)
         with library_errors():
             if _is_little(texts):  # without the thread pool, and with the GIL
                 pairs = ((text, None) if isinstance(text, str) else text for text in texts)
