@@ -13,9 +13,11 @@ import pytest
 from pydantic import ValidationError
 
 from teimgr.http.turns import WorkTurns
+from teimgr.spec import WorkerSpec
 from teimgr.wire.frames import HttpRequest
 from teimgr.worker import body_validation, http_inference
 from teimgr.worker.dialects import cohere, openai, rerank, sie, tei, vllm
+from teimgr.worker.dispatcher import Dispatcher
 
 SLICE = 64
 MANY = 3 * SLICE + 7
@@ -143,3 +145,26 @@ async def test_a_small_body_of_very_many_objects_is_read_on_a_thread(inputs: int
     found = await inference.read(request, openai.OpenAIEmbeddingsRequest)
     assert found.input == ["a"] * inputs
     assert dispatcher.works == works
+
+
+async def test_a_body_that_is_read_again_waits_for_no_longer_one() -> None:
+    """Four of 3 MiB took both codec threads, and a short one waited 0.8 s for each."""
+    long = b'{"inputs":[' + b'"a",' * 30_000 + b"1]}"
+    short = b'{"inputs":"a","x":"' + b"a" * http_inference._REPARSED_BYTES + b'","truncate":true,"truncate":true}'
+    dispatcher = Dispatcher(WorkerSpec(name="a", model_id="b"))
+    inference = http_inference.HttpInference(dispatcher)
+
+    async def refused(body: bytes) -> str:
+        request = HttpRequest("tei", "POST", "/embed", "", {"content-type": "application/json"}, body)
+        with pytest.raises(http_inference.BadRequest) as raised:
+            await inference.read(request, tei.TeiEmbedRequest, tei.TEI_BODY)
+        return raised.value.message
+
+    try:
+        others = [asyncio.create_task(refused(long)) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert "duplicate field `truncate`" in await refused(short)
+        assert not any(one.done() for one in others)
+        assert all(["data did not match any variant" in await one for one in others])
+    finally:
+        dispatcher.close()

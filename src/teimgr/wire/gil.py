@@ -96,13 +96,16 @@ class StepThread:
         with self._lock:
             self._turns.put(caller, (caller, steps, result))
             if not self._is_running:
-                self._is_running = True
                 self._thread.submit(self._take_turns)
+                self._is_running = True
         return await asyncio.wrap_future(result)
 
     def close(self) -> None:
-        """Wait for the generators that are left."""
-        self._thread.shutdown()
+        """Begin nothing more; what waits for its next step is cancelled."""
+        self._thread.shutdown(wait=False)
+        with self._lock:
+            while self._turns:
+                self._turns.pop()[-1].cancel()
 
     def _take_turns(self) -> None:
         rest = Rests()

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from teimgr.http.byte_budget import ByteBudget
 from teimgr.http.turns import TURNS_OF, SharedThreads, WorkTurns
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
-from teimgr.wire.gil import free, short_turns
+from teimgr.wire.gil import StepThread, free, short_turns
 from teimgr.wire.spaces import Marks, check_expected, reply_headers, reply_marks
 from teimgr.worker.calls import CallReply, DeferredReply, Encode, Part, Submission, WorkerCall, max_token_bytes
 from teimgr.worker.limiter import CallLimiter, InteractiveCalls
@@ -103,6 +103,7 @@ class Dispatcher:
         self._codec = SharedThreads(2, "codec")
         self._tokenizing = SharedThreads(1, "tokenize")
         self._pooling = SharedThreads(1, "pooling")  # of tokens
+        self._rereading = StepThread("reread")
         self.fetcher = _link_fetcher(spec)
         self._renderer: PageRenderer | None = None
         self._idle = asyncio.Event()
@@ -370,6 +371,11 @@ class Dispatcher:
         with short_turns():
             return await self._codec.run(work, *arguments)
 
+    async def in_steps(self, steps: Generator[None, None, ResultT]) -> ResultT:
+        """Run slow Python on a thread, a step of each call in turn: none waits until another's is done."""
+        with short_turns():
+            return await self._rereading.run(steps)
+
     def renderer(self) -> PageRenderer:
         """Renders pages of PDF documents; its threads begin with the first."""
         if self._renderer is None:
@@ -499,7 +505,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Stop the threads of codecs and tokenization; the engine is closed by its owner."""
-        for pool in (self._codec, self._tokenizing, self._pooling):
+        for pool in (self._codec, self._tokenizing, self._pooling, self._rereading):
             pool.close()
         if self.fetcher is not None:
             self.fetcher.close()

@@ -180,9 +180,9 @@ class BodyFormat(NamedTuple):
     """How a body is decoded, and a dialect's sentence for one that cannot be decoded; `{}` is the decoder's error.
 
     `decode_large` is for bodies that are decoded on a thread: `decode` holds the GIL until it is done.
-    `reparse` reads a body as the dialect's own parser does, if that differs from `parse`: it is called with the request
-    class for bodies that `parse` refuses, with None, and for those that `is_ambiguous`, with what `parse` found. It is
-    slow, and raises BadRequest.
+    `reparse` reads a body in steps as the dialect's own parser does, if that differs from `parse`: it is called with
+    the request class for bodies that `parse` refuses, with None, and for those that `is_ambiguous`, with what `parse`
+    found. It is slow, and raises BadRequest.
     """
 
     decode: Callable[[Buffer], Any] = orjson.loads
@@ -190,7 +190,7 @@ class BodyFormat(NamedTuple):
     accepts: Callable[[str], bool] = is_json
     undecodable: str = "The body is no JSON: {}"
     is_ambiguous: Callable[[type[Body], Buffer], bool] | None = None
-    reparse: Callable[[type[Any], Buffer, Any], Any] | None = None
+    reparse: Callable[[type[Any], Buffer, Any], json_scan.Steps[Any]] | None = None
 
 
 def _is_json_or_unnamed(content_type: str) -> bool:
@@ -215,7 +215,7 @@ def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) 
         InvalidInput: a large body has more lists and objects than any client sends.
     """
     found, is_sure = _parse_quickly(kind, body, body_format)
-    return found if is_sure and found is not None else _reparse(kind, body, body_format, found)
+    return found if is_sure and found is not None else json_scan.completed(_reparse(kind, body, body_format, found))
 
 
 def decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
@@ -261,10 +261,9 @@ def _parse_quickly(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> 
     return found, body_format.is_ambiguous is None or not body_format.is_ambiguous(kind, body)
 
 
-def _reparse(kind: type[BodyT], body: Buffer, body_format: BodyFormat, quick: BodyT | None) -> BodyT:
+def _reparse(kind: type[BodyT], body: Buffer, body_format: BodyFormat, quick: BodyT | None) -> json_scan.Steps[BodyT]:
     assert body_format.reparse is not None
-    found: BodyT = body_format.reparse(kind, body, quick)
-    return found
+    return body_format.reparse(kind, body, quick)
 
 
 def _refusal(error: ValidationError) -> BadRequest:
@@ -373,7 +372,7 @@ def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[in
 
 # Bodies of more bytes, or lists and objects, are read in pieces on a codec thread: 9,000 objects in 110 KB take 20 ms.
 _LARGE_BODY_BYTES, _FEW_CONTAINERS = 128 * 1024, 2048
-# A larger body that is parsed a second time, by the format's own parser, is so on a codec thread: a microsecond a byte.
+# A larger body that is parsed a second time, by the format's own parser, is so on a thread: a microsecond a byte.
 _REPARSED_BYTES = 512
 
 # Names of prompts for queries and for documents, in order of preference.
@@ -471,17 +470,17 @@ class HttpInference:
 
     async def _read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat) -> BodyT:
         check_content_type(request.headers.get("content-type", ""), body_format.accepts)
-        found: BodyT
-        if _is_large(request.body):
-            found = await self.dispatcher.off_loop(parse, kind, request.body, body_format)
-            self.dispatcher.free_off_loop(found)
-            return found
-        run = self.dispatcher.turns.run
-        quick, is_sure = await run(partial(_parse_quickly, kind, request.body, body_format))
-        if is_sure and quick is not None:
-            return quick
-        again = partial(_reparse, kind, request.body, body_format, quick)
-        found = await (run(again) if len(request.body) <= _REPARSED_BYTES else self.dispatcher.off_loop(again))
+        dispatcher, is_large = self.dispatcher, _is_large(request.body)
+        quickly = partial(_parse_quickly, kind, request.body, body_format)
+        found, is_sure = await (dispatcher.off_loop(quickly) if is_large else dispatcher.turns.run(quickly))
+        if not is_sure or found is None:
+            again = _reparse(kind, request.body, body_format, found)
+            if len(request.body) <= _REPARSED_BYTES:
+                found = await dispatcher.turns.run(partial(json_scan.completed, again))
+            else:
+                found = await dispatcher.in_steps(again)
+        if is_large:
+            dispatcher.free_off_loop(found)
         return found
 
     async def mentions(self, request: HttpRequest, word: bytes) -> bool:

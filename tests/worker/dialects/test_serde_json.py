@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from teimgr.errors import InvalidInput
+from teimgr.wire.json_scan import completed
 from teimgr.worker.dialects import serde_runs, tei_bodies
 from teimgr.worker.dialects.serde_json import Fault, Reader
 from teimgr.worker.dialects.serde_text import shown
@@ -17,7 +18,7 @@ from teimgr.worker.dialects.serde_types import read_body
 
 def fault(body: bytes) -> tuple[bool, str]:
     with pytest.raises(Fault) as caught:
-        read_body(tei_bodies.EMBED, body)
+        completed(read_body(tei_bodies.EMBED, body))
     return caught.value.is_syntax, caught.value.sentence(body)
 
 
@@ -74,7 +75,7 @@ def test_the_first_fault_decides(body: bytes, is_syntax: bool, sentence: str) ->
     ],
 )
 def test_what_tei_takes_is_taken(body: bytes) -> None:
-    assert read_body(tei_bodies.EMBED, body)["inputs"] == "a"
+    assert completed(read_body(tei_bodies.EMBED, body))["inputs"] == "a"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_the_time_is_in_proportion_to_the_body(make: Callable[[int], bytes]) -> 
         for _ in range(3):
             began = time.process_time()
             with pytest.raises(Fault):
-                read_body(tei_bodies.EMBED, body)
+                completed(read_body(tei_bodies.EMBED, body))
             times.append(time.process_time() - began)
         return min(times)
 
@@ -142,7 +143,7 @@ def test_values_that_no_one_reads_are_skipped_in_runs(unit: bytes) -> None:
     body = b'{"a": [' + unit * (_MEGABYTES * 2**20 // len(unit)) + b'-0], "inputs": 3}'
     began = time.process_time()
     with pytest.raises((Fault, InvalidInput)):
-        read_body(tei_bodies.EMBED, body)
+        completed(read_body(tei_bodies.EMBED, body))
     assert (
         time.process_time() - began < 4
     )  # 10 before, on the same loaded cores: at most 100,000 values are read one by one
@@ -170,7 +171,7 @@ def _outcome(body: bytes) -> list[tuple[object, ...]]:
     for read in (Reader.skip, Reader.any_value):
         reader = Reader(body)
         try:
-            found.append((repr(read(reader, ())), reader.at))
+            found.append((repr(completed(read(reader, ()))), reader.at))
         except Fault as fault:
             found.append((fault.message, fault.index, fault.path))
     return found

@@ -11,6 +11,7 @@ import pytest
 
 from teimgr.errors import InvalidInput
 from teimgr.wire import json_scan
+from teimgr.wire.json_scan import completed
 from teimgr.worker import http_inference
 from teimgr.worker.dialects import serde_json, serde_runs, tei, tei_bodies
 from teimgr.worker.dialects.serde_json import Fault
@@ -90,7 +91,7 @@ def test_what_is_decoded_quickly_is_what_the_real_parser_takes() -> None:
         body = odd_body(random, struct)
         quick, is_sure = http_inference._parse_quickly(kind, body, tei.TEI_BODY)
         try:
-            real = kind.model_validate(read_body(struct, body))
+            real = kind.model_validate(completed(read_body(struct, body)))
         except Fault:
             real = None
         if is_sure:
@@ -176,7 +177,7 @@ def test_windows_find_what_one_search_of_the_body_finds(window: int, monkeypatch
         with suppress(orjson.JSONDecodeError):
             orjson.loads(body)
             fields = tei._quoted_fields(kind)
-            assert is_ambiguous(fields, body) == is_ambiguous_at_once(fields, body), body
+            assert completed(is_ambiguous(fields, body)) == is_ambiguous_at_once(fields, body), body
             valid += 1
     assert valid > 100
 
@@ -186,7 +187,7 @@ def test_keys_that_are_no_fields_are_passed_over_in_runs(key: bytes, monkeypatch
     calls = []
     monkeypatch.setattr(tei_bodies, "end_of_string", lambda *given: calls.append(given))
     members = b",".join(key.replace(b"%d", b"%d" % number) + b":0" for number in range(1000))
-    assert not is_ambiguous(tei._quoted_fields(tei.TeiEmbedRequest), b'{"x":{' + members + b"}}")
+    assert not completed(is_ambiguous(tei._quoted_fields(tei.TeiEmbedRequest), b'{"x":{' + members + b"}}"))
     assert calls == []
 
 
@@ -204,7 +205,7 @@ def test_depth_is_counted_without_parsing(
 
 def _outcome(struct: Struct, body: bytes) -> object:
     try:
-        return read_body(struct, body)
+        return completed(read_body(struct, body))
     except Fault as fault:
         return fault.sentence(body)
 

@@ -17,7 +17,7 @@ import orjson
 
 from teimgr.errors import InvalidInput
 from teimgr.spec import MAX_TEXT_BYTES
-from teimgr.wire.json_scan import LONG_TEXT, WINDOW_BYTES, matched, occurrences, too_large
+from teimgr.wire.json_scan import LONG_TEXT, WINDOW_BYTES, Steps, matched, occurrences, too_large
 from teimgr.worker.dialects import serde_runs
 from teimgr.worker.dialects.serde_text import shown
 
@@ -28,6 +28,8 @@ _MAX_DEPTH = 128
 # Values and ends of lists and objects that are read one by one: about a second. Runs of flat ones are not counted
 # (`serde_runs`).
 _MAX_STEPS = 100_000
+# Read in one step of a thread that others share: a millisecond or two.
+_VALUES_A_STEP, _BYTES_A_STEP = 64, 2**16
 _U64 = 2**64
 _I63 = 2**63
 _MAX_NUMBER_DIGITS = 2**16
@@ -100,6 +102,7 @@ class Reader:
         self.at = 0
         self._depth = 0
         self._steps = 0
+        self._pause_at = _BYTES_A_STEP
 
     def fault(self, message: str) -> Fault:
         """A fault of syntax behind the last byte that was read."""
@@ -122,10 +125,13 @@ class Reader:
         """Pass over the bytes of a run, or over `limit` of them and some more."""
         self.at = serde_runs.end_of_run(run, self.body, self.at, limit)
 
-    def value_start(self) -> int:
+    def value_start(self) -> Steps[int]:
         self._steps += 1
         if self._steps > _MAX_STEPS:
             raise InvalidInput(f"The body has more than {_MAX_STEPS} values before a fault")
+        if self.at >= self._pause_at or not self._steps % _VALUES_A_STEP:
+            self._pause_at = self.at + _BYTES_A_STEP
+            yield
         first = self.after_space()
         if first < 0:
             raise self.next_fault(_EOF_VALUE)
@@ -378,10 +384,10 @@ class Reader:
             return self.next_fault("expected value")
         return Fault(f"invalid type: {found}, expected {expected}")
 
-    def any_value(self, path: Path) -> Any:
+    def any_value(self, path: Path) -> Steps[Any]:
         """The next value, whatever its type: an object as a dict, null as None."""
         with self.within(path):
-            first = self.value_start()
+            first = yield from self.value_start()
             if first in _IDENTS:
                 return self.ident(first)
             if first == ord("-") or is_digit(first):
@@ -389,16 +395,16 @@ class Reader:
             if first == ord('"'):
                 return self.string()
             if first == ord("["):
-                return self._any_list(path)
+                return (yield from self._any_list(path))
             if first == ord("{"):
-                return self._any_object(path)
+                return (yield from self._any_object(path))
             raise self.next_fault("expected value")
 
-    def _any_list(self, path: Path) -> list[Any]:
+    def _any_list(self, path: Path) -> Steps[list[Any]]:
         values: list[Any] = []
         with self.nested(self.end_list):
             while self.has_element(len(values)):
-                values.append(self.any_value((*path, len(values))))
+                values.append((yield from self.any_value((*path, len(values)))))
                 if self.peek() == ord(","):
                     end, more = serde_runs.integers(self.body, self.at + 1)
                     if more:
@@ -406,13 +412,13 @@ class Reader:
                         self.at = end
         return values
 
-    def _any_object(self, path: Path) -> dict[str, Any]:
+    def _any_object(self, path: Path) -> Steps[dict[str, Any]]:
         values: dict[str, Any] = {}
         count = 0
         with self.nested(self.end_object):
             while (key := self.key_at(path, count)) is not None:
                 self.colon()
-                values[key] = self.any_value((*path, _UNKNOWN))
+                values[key] = yield from self.any_value((*path, _UNKNOWN))
                 count += 1
         return values
 
@@ -435,17 +441,17 @@ class Reader:
                 fault.path = path
             raise
 
-    def skip(self, path: Path) -> None:
+    def skip(self, path: Path) -> Steps[None]:
         """Skip a value that no one reads: its syntax counts, its strings and numbers may have any value."""
         with self.within(path):
-            self._skip()
+            yield from self._skip()
 
-    def _skip(self) -> None:
+    def _skip(self) -> Steps[None]:
         open_frames = bytearray()
         while True:
             if open_frames and open_frames[-1] == ord("["):
                 self.at = serde_runs.after_elements(self.body, self.at)
-            first = self.value_start()
+            first = yield from self.value_start()
             accept_comma = True
             if first in _IDENTS:
                 self.ident(first)

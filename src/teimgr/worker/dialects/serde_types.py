@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
+from teimgr.wire.json_scan import Steps
 from teimgr.worker.dialects.serde_json import Fault, Path, Reader, is_digit
 from teimgr.worker.dialects.serde_text import shown
 
@@ -16,7 +17,7 @@ from teimgr.worker.dialects.serde_text import shown
 class Type(Protocol):
     """A type of serde's; both methods raise Fault."""
 
-    def read(self, reader: Reader, path: Path) -> Any:
+    def read(self, reader: Reader, path: Path) -> Steps[Any]:
         """The value at the reader's position."""
 
     def of_value(self, value: Any) -> Any:
@@ -28,9 +29,9 @@ class Text:
 
     _EXPECTED = "a string"
 
-    def read(self, reader: Reader, path: Path) -> str:
+    def read(self, reader: Reader, path: Path) -> Steps[str]:
         with reader.within(path):
-            if reader.value_start() != ord('"'):
+            if (yield from reader.value_start()) != ord('"'):
                 raise reader.wrong_type(self._EXPECTED)
             return reader.string()
 
@@ -45,9 +46,9 @@ class Bool:
 
     _EXPECTED = "a boolean"
 
-    def read(self, reader: Reader, path: Path) -> bool:
+    def read(self, reader: Reader, path: Path) -> Steps[bool]:
         with reader.within(path):
-            first = reader.value_start()
+            first = yield from reader.value_start()
             if first not in b"tf":
                 raise reader.wrong_type(self._EXPECTED)
             return bool(reader.ident(first))
@@ -65,9 +66,9 @@ class Unsigned:
     name: str
     end: int
 
-    def read(self, reader: Reader, path: Path) -> int:
+    def read(self, reader: Reader, path: Path) -> Steps[int]:
         with reader.within(path):
-            first = reader.value_start()
+            first = yield from reader.value_start()
             if first != ord("-") and not is_digit(first):
                 raise reader.wrong_type(self.name)
             return self.of_value(reader.number())
@@ -86,11 +87,11 @@ class Optional:
 
     inner: Type
 
-    def read(self, reader: Reader, path: Path) -> Any:
+    def read(self, reader: Reader, path: Path) -> Steps[Any]:
         with reader.within(path):
             if reader.after_space() == ord("n"):
                 return reader.ident(ord("n"))
-        return self.inner.read(reader, path)
+        return (yield from self.inner.read(reader, path))
 
     def of_value(self, value: Any) -> Any:
         return None if value is None else self.inner.of_value(value)
@@ -102,14 +103,14 @@ class ListOf:
 
     inner: Type
 
-    def read(self, reader: Reader, path: Path) -> list[Any]:
+    def read(self, reader: Reader, path: Path) -> Steps[list[Any]]:
         values: list[Any] = []
         with reader.within(path):
-            if reader.value_start() != ord("["):
+            if (yield from reader.value_start()) != ord("["):
                 raise reader.wrong_type("a sequence")
             with reader.nested(reader.end_list):
                 while reader.has_element(len(values)):
-                    values.append(self.inner.read(reader, (*path, len(values))))
+                    values.append((yield from self.inner.read(reader, (*path, len(values)))))
         return values
 
     def of_value(self, value: Any) -> list[Any]:
@@ -121,8 +122,8 @@ class ListOf:
 class AnyValue:
     """`serde_json::Value`."""
 
-    def read(self, reader: Reader, path: Path) -> Any:
-        return _AnyReader(reader).read(path)
+    def read(self, reader: Reader, path: Path) -> Steps[Any]:
+        return (yield from _AnyReader(reader).read(path))
 
     def of_value(self, value: Any) -> Any:
         return value
@@ -134,15 +135,15 @@ class _AnyReader:
 
     reader: Reader
 
-    def read(self, path: Path) -> Any:
+    def read(self, path: Path) -> Steps[Any]:
         reader = self.reader
         with reader.within(path):
-            first = reader.value_start()
+            first = yield from reader.value_start()
             if first == ord("["):
                 values: list[Any] = []
                 with reader.nested(reader.end_list):
                     while reader.has_element(len(values)):
-                        values.append(self.read((*path, len(values))))
+                        values.append((yield from self.read((*path, len(values)))))
                 return values
             if first == ord("{"):
                 fields: dict[str, Any] = {}
@@ -150,10 +151,10 @@ class _AnyReader:
                 with reader.nested(reader.end_object):
                     while (key := reader.key_at(path, count)) is not None:
                         reader.colon()
-                        fields[key] = self.read((*path, key))
+                        fields[key] = yield from self.read((*path, key))
                         count += 1
                 return fields
-            return reader.any_value(path)
+            return (yield from reader.any_value(path))
 
 
 class Unread:
@@ -161,11 +162,11 @@ class Unread:
 
     _LONGEST = 64
 
-    def read(self, reader: Reader, path: Path) -> Any:
+    def read(self, reader: Reader, path: Path) -> Steps[Any]:
         with reader.within(path):
-            reader.value_start()
+            yield from reader.value_start()
         start = reader.at
-        reader.skip(path)
+        yield from reader.skip(path)
         text = reader.body[start : reader.at]
         with suppress(ValueError):
             if len(text) <= self._LONGEST:
@@ -182,20 +183,20 @@ class Variants:
 
     names: Sequence[str]
 
-    def read(self, reader: Reader, path: Path) -> str:
+    def read(self, reader: Reader, path: Path) -> Steps[str]:
         with reader.within(path):
-            first = reader.value_start()
+            first = yield from reader.value_start()
             if first == ord('"'):
                 return self._variant(reader, path)
             if first != ord("{"):
                 raise reader.next_fault("expected value")
             with reader.nested(lambda: None):
-                if reader.value_start() != ord('"'):
+                if (yield from reader.value_start()) != ord('"'):
                     raise reader.wrong_type("variant identifier")
                 name = self._variant(reader, path)
                 reader.colon()
                 with reader.within((*path, name)):
-                    self._unit(reader)
+                    yield from self._unit(reader)
             reader.close_object()
             return name
 
@@ -204,8 +205,8 @@ class Variants:
             return self.of_value(reader.string())
 
     @staticmethod
-    def _unit(reader: Reader) -> None:
-        if reader.value_start() != ord("n"):
+    def _unit(reader: Reader) -> Steps[None]:
+        if (yield from reader.value_start()) != ord("n"):
             raise reader.wrong_type("unit")
         reader.ident(ord("n"))
 
@@ -230,8 +231,8 @@ class Untagged:
     name: str
     matches: Callable[[Any], bool]
 
-    def read(self, reader: Reader, path: Path) -> Any:
-        value = reader.any_value(path)
+    def read(self, reader: Reader, path: Path) -> Steps[Any]:
+        value = yield from reader.any_value(path)
         try:
             return self.of_value(value)
         except Fault as fault:
@@ -266,22 +267,22 @@ class Struct:
     fields: Mapping[str, StructField]
     own: Mapping[str, StructField] = field(default_factory=dict)
 
-    def read(self, reader: Reader, path: Path) -> dict[str, Any]:
+    def read(self, reader: Reader, path: Path) -> Steps[dict[str, Any]]:
         with reader.within(path):
-            first = reader.value_start()
+            first = yield from reader.value_start()
             if first == ord("["):
                 with reader.nested(reader.end_list):
-                    return self._of_list(reader, path)
+                    return (yield from self._of_list(reader, path))
             if first != ord("{"):
                 raise reader.wrong_type(f"struct {self.name}")
             with reader.nested(reader.end_object):
-                return self._of_object(reader, path)
+                return (yield from self._of_object(reader, path))
 
-    def _of_list(self, reader: Reader, path: Path) -> dict[str, Any]:
+    def _of_list(self, reader: Reader, path: Path) -> Steps[dict[str, Any]]:
         values: dict[str, Any] = {}
         for place, (name, (kind, has_default)) in enumerate(self.fields.items()):
             if reader.has_element(place):
-                values[name] = kind.read(reader, (*path, place))
+                values[name] = yield from kind.read(reader, (*path, place))
             elif not has_default:
                 raise self._too_short(place)
         return values
@@ -291,7 +292,7 @@ class Struct:
         elements = f"{count} element{'s' if count > 1 else ''}"
         return Fault(f"invalid length {given}, expected struct {self.name} with {elements}")
 
-    def _of_object(self, reader: Reader, path: Path) -> dict[str, Any]:
+    def _of_object(self, reader: Reader, path: Path) -> Steps[dict[str, Any]]:
         values: dict[str, Any] = {}
         count = 0
         while (key := reader.key_at(path, count)) is not None:
@@ -300,9 +301,9 @@ class Struct:
                 raise Fault(f"duplicate field `{key}`")
             reader.colon()
             if (found := self.fields.get(key) or self.own.get(key)) is not None:
-                values[key] = found.type.read(reader, (*path, key))
+                values[key] = yield from found.type.read(reader, (*path, key))
             else:
-                reader.skip((*path, key))
+                yield from reader.skip((*path, key))
         self._check_missing(values)
         return values
 
@@ -335,6 +336,6 @@ class Struct:
         return values
 
 
-def read_body(kind: Type, body: bytes) -> Any:
+def read_body(kind: Type, body: bytes) -> Steps[Any]:
     """The body as `kind`; what follows the value is ignored, as TEI does. Raises Fault, with position and path."""
     return kind.read(Reader(body), ())

@@ -24,7 +24,7 @@ from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
-from teimgr.wire.json_scan import copied, mentions
+from teimgr.wire.json_scan import Steps, copied, mentions
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, scores
@@ -482,21 +482,21 @@ def _fields_within(kind: Type) -> Iterator[str]:
             yield from _fields_within(one.type)
 
 
-def _reparse(kind: type[http.BodyT], body: Buffer, quick: http.BodyT | None) -> http.BodyT:
+def _reparse(kind: type[http.BodyT], body: Buffer, quick: http.BodyT | None) -> Steps[http.BodyT]:
     """The body as TEI's parser reads it; raises BadRequest in its words.
 
     That takes up to a microsecond a byte, so for one that only looked ambiguous what was found quickly counts.
     """
     found = copied(body)
     if quick is not None and not (
-        is_ambiguous(_quoted_fields(kind), found) or (kind is TeiVertexRequest and may_be_deep(found))
+        (yield from is_ambiguous(_quoted_fields(kind), found)) or (kind is TeiVertexRequest and may_be_deep(found))
     ):
         return quick
     own = _WITH_ITEMS.get(kind) if quick is None and mentions(found, b'"type"') else None
     if own is not None and (items := _items(own, found)) is not None:
         return cast(http.BodyT, items)
     try:
-        return kind.model_validate(read_body(_TYPES[kind], found))
+        return kind.model_validate((yield from read_body(_TYPES[kind], found)))
     except Fault as fault:
         if fault.is_syntax:
             message = f"Failed to parse the request body as JSON: {fault.sentence(found)}"

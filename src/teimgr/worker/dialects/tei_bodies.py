@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from teimgr.wire.json_scan import completed, end_of_string, mentions, name_pattern, occurrences
+from teimgr.wire.json_scan import Steps, completed, end_of_string, mentions, name_pattern, occurrences
 from teimgr.worker.dialects.serde_json import Fault, Path, Reader
 from teimgr.worker.dialects.serde_runs import end_of_run
 from teimgr.worker.dialects.serde_text import shown
@@ -34,6 +34,7 @@ from teimgr.worker.dialects.serde_types import (
 )
 
 _WINDOW_BYTES = 2**18
+_BYTES_A_STEP = 2**14  # a millisecond or two
 _DEEPEST = 100
 _LONGEST_NAME = 256  # of a field, each letter as an escape
 _QUOTE = b'"'[0]
@@ -84,12 +85,12 @@ class PredictInputs:
         "[[string], [string, string], ...]"
     )
 
-    def read(self, reader: Reader, path: Path) -> Any:
+    def read(self, reader: Reader, path: Path) -> Steps[Any]:
         with reader.within(path):
-            first = reader.value_start()
+            first = yield from reader.value_start()
             if first == ord("["):
                 with reader.nested(reader.end_list):
-                    return self._read_list(reader, path)
+                    return (yield from self._read_list(reader, path))
             if first == ord("{"):
                 with reader.nested(reader.end_object):
                     raise Fault(f"invalid type: map, expected {self._EXPECTED}")
@@ -97,18 +98,18 @@ class PredictInputs:
                 raise reader.wrong_type(self._EXPECTED)
             return reader.string()
 
-    def _read_list(self, reader: Reader, path: Path) -> list[Any]:
+    def _read_list(self, reader: Reader, path: Path) -> Steps[list[Any]]:
         if not reader.has_element(0):
             raise self._invalid_length(0)
-        values = [_INTERNAL.read(reader, (*path, 0))]
+        values = [(yield from _INTERNAL.read(reader, (*path, 0)))]
         if isinstance(values[0], list):
             self._check_pair(values[0])
             while reader.has_element(len(values)):
-                values.append(_TEXTS.read(reader, (*path, len(values))))
+                values.append((yield from _TEXTS.read(reader, (*path, len(values)))))
                 self._check_pair(values[-1])
             return values
         while reader.has_element(len(values)):
-            values.append(Text().read(reader, (*path, len(values))))
+            values.append((yield from Text().read(reader, (*path, len(values)))))
             if len(values) > 2:
                 raise self._invalid_length(3)
         return values
@@ -233,17 +234,23 @@ def _all_but(fields: frozenset[bytes]) -> re.Pattern[bytes]:
     return re.compile(rb'(?:[^"\-]++|' + string + rb"|-(?!0|\Z)|-0[.eE\d]|(?<=[eE])-)*+", re.DOTALL)
 
 
-def is_ambiguous(fields: Collection[bytes], body: bytes) -> bool:
+def is_ambiguous(fields: Collection[bytes], body: bytes) -> Steps[bool]:
     """Whether a body that orjson takes has a field twice, at whatever depth, or -0."""
     seen: set[bytes] = set()
-    at, other = 0, _all_but(frozenset(fields))
-    while (at := end_of_run(other, body, at)) < len(body):
+    at, other, pause_at = 0, _all_but(frozenset(fields)), _BYTES_A_STEP
+    while at < len(body):
+        start, at = at, end_of_run(other, body, at, _BYTES_A_STEP)
+        if at >= pause_at:
+            pause_at = at + _BYTES_A_STEP
+            yield
+        if at - start > _BYTES_A_STEP or at >= len(body):  # the run goes on, or the body ends
+            continue
         if body[at] != _QUOTE:  # a minus
             if body[at + 1 : at + 2] == b"0" and body[at + 2 : at + 3] not in _IN_FLOATS:
                 return True
             at += 1
             continue
-        end = completed(end_of_string(body, at + 1))
+        end = yield from end_of_string(body, at + 1)
         after = end_of_run(_SPACE, body, end)
         if body[after : after + 1] == b":" and end - at <= _LONGEST_NAME:
             name = body[at:end]
