@@ -645,7 +645,7 @@ def test_a_defect_on_the_callers_thread_fails_its_queries_and_makes_the_engine_u
 
     until(computed_here, "a query computed by its caller", WAIT_S)
 
-    def broken(runner: Runner, entries: list[QueueEntry]) -> None:
+    def broken(runner: Runner, left: list[list[QueueEntry]]) -> None:
         raise ValueError("a defect")
 
     monkeypatch.setattr(Runner, "_execute", broken)

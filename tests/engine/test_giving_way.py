@@ -152,17 +152,17 @@ def test_a_defect_in_a_query_within_a_bulk_job_fails_that_query_alone_and_makes_
     engine, outputs = served.engine, frozenset({Output.DENSE})
     steps = Steps(served, outputs)
     [runner] = engine._runners
-    serve, execute = runner._serve_between_steps, runner._execute
+    serve, execute = runner._serve_between_steps, runner._execute_last
     sizes: list[int] = []
 
-    def broken(entries: list[QueueEntry]) -> None:
-        if entries[0].job.lane is Lane.INTERACTIVE:
+    def broken(left: list[list[QueueEntry]]) -> None:
+        if left[0][0].job.lane is Lane.INTERACTIVE:
             raise ValueError("a defect")
-        sizes.append(sum(entry.texts for entry in entries))
-        execute(entries)
+        sizes.append(sum(entry.texts for entry in left[-1]))
+        execute(left)
 
     monkeypatch.setattr(runner, "_serve_between_steps", lambda: steps.take(serve))
-    monkeypatch.setattr(runner, "_execute", broken)
+    monkeypatch.setattr(runner, "_execute_last", broken)
     monkeypatch.setattr(runner._model, "run", partial(steps.run, runner._model.run))
     try:
         files = [engine.picture(file_of(noise(120, 200, seed))) for seed in range(4)]

@@ -386,6 +386,52 @@ def test_one_row_of_many_that_does_not_fit_fails_alone() -> None:
     assert job.vectors[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 0, 7, 8, 9, 10]
 
 
+@pytest.mark.parametrize(("in_entries", "bad", "failed"), [(4, 2, {2, 3}), (1, 2, {2, 3}), (1, 0, {0, 1, 2, 3})])
+def test_a_defect_behind_a_part_of_a_batch_fails_each_row_that_is_left_once(
+    in_entries: int, bad: int, failed: set[int]
+) -> None:
+    """A batch of four fails and is run in halves; one of these ends by a defect."""
+
+    class Defective(Echo):
+        def run(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[Output, Rows]:
+            if batch.texts > 2:
+                raise RuntimeError("not all of them")
+            if bad in batch.ids:
+                raise Panic
+            return super().run(batch, outputs)
+
+    class Panic(BaseException):
+        """As pyo3 raises it."""
+
+    job = Job(["x"] * 5, InferOptions(normalize=False), Lane.INTERACTIVE)
+    job.vectors = np.zeros((5, WIDTH), dtype=np.float32)
+    ids = np.arange(5, dtype=np.int32)[:, None]
+    parts = [np.arange(4)] if in_entries == 1 else [np.array([row]) for row in range(4)]
+    entries = [QueueEntry(job, rows, Encoded(ids[rows])) for rows in parts]
+    delivered, defects = list[Job](), list[BaseException]()
+    finisher = Finisher(delivered.extend, pytest.fail)
+    waiting = EntryQueue(BatchLimits(1000, 1000))
+    runner = Runner(
+        Defective(),  # type: ignore[arg-type]
+        waiting,
+        finisher,
+        CpuThreads(1, 1),
+        lanes=(Lane.INTERACTIVE,),
+        on_defect=defects.append,
+    )
+    runner._execute_queries(entries)
+    finishing = threading.Thread(target=finisher.run)
+    finishing.start()
+    finisher.close(WAIT_S)
+    finishing.join(WAIT_S)
+
+    assert [type(defect) for defect in defects] == [Panic]
+    assert {row: type(error) for row, error in job.errors.items()} == dict.fromkeys(failed, InferenceFailed)
+    assert job.vectors[:, 0].tolist() == [0 if row in failed else row for row in range(4)] + [0]
+    assert job.remaining == 1, "the fifth row has not come yet"
+    assert delivered == []
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -75,6 +75,7 @@ _TOKENS_OF_A_THREAD = 256
 _ON_CALLER_S = 0.004
 _SMALL_TOKENS = 512  # batches up to this size give the time per token
 _LATEST = 0.125  # weight of the latest of them in its mean
+_DEFECT = "Backend error: the engine has a defect"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ class Runner:
             if draft.entries:
                 is_left = self._leaves_bulk and draft.entries[0].job.lane is Lane.BULK
                 with self._computing, serving(self._serve_between_steps if is_left else None):
-                    self._execute(draft.entries)
+                    self._execute([draft.entries])
                 self._memory_returned = False
             if not draft.entries:
                 self._recent = None
@@ -213,27 +214,37 @@ class Runner:
     def _execute_queries(self, entries: list[QueueEntry]) -> None:
         """Run a batch where an exception must not reach the caller: an event loop, or the forward of a bulk batch,
         which would be run again in halves."""
+        left = [entries]
         try:
-            self._execute(entries)
+            self._execute(left)
         except BaseException as error:
             self._on_defect(error)
-            undone = [entry for entry in entries if entry.job.remaining]
-            self._fail(undone, InferenceFailed("Backend error: the engine has a defect"))
+            self._fail([entry for batch in left for entry in batch], InferenceFailed(_DEFECT))
 
     def _fail(self, entries: Sequence[QueueEntry], error: TeimgrError) -> None:
         self._finisher.put(Failures(failed_rows(entries, error)))
 
-    def _execute(self, entries: list[QueueEntry]) -> None:
-        """Run a batch; in halves where its results would be too large or it fails, so that only bad texts fail.
+    def _execute(self, left: list[list[QueueEntry]]) -> None:
+        """Run batches, the last one first; in halves where the results of one would be too large or it fails, so that
+        only bad texts fail. `left` keeps those that the finisher still lacks: a defect fails no text twice.
+        """
+        while left:
+            self._execute_last(left)
+            if left and not self._in_flight.wait_for_room():
+                return
+
+    def _execute_last(self, left: list[list[QueueEntry]]) -> None:
+        """Run the last batch, or put its halves in its place.
 
         Once the device has failed for good, nothing is run: texts that had no part in it may be tried elsewhere.
         """
+        entries = left[-1]
         if self._finisher.fault is not None:
-            self._fail(entries, Unavailable(self._finisher.fault))
+            self._fail(left.pop(), Unavailable(self._finisher.fault))
             return
         texts = sum([entry.texts for entry in entries])
         if texts > 1 and self._result_bytes(entries) > MAX_RESULT_BYTES:
-            self._execute_halves(entries)
+            left[-1:] = reversed(halves(entries))
             return
         recent, self._recent = self._recent, None
         distinct = None
@@ -243,18 +254,20 @@ class Runner:
             if has_twins or self._cache is not None:
                 known, rest = known_and_rest(entries, recent, self._cache)
                 if known is not None:
+                    left[-1] = rest
                     self._finisher.put_known(known)
                     if not rest:
+                        left.pop()
                         return
                     entries, distinct = rest, None
                     texts = sum([entry.texts for entry in entries])
-        fault = self._start(entries, distinct)
+        fault = self._start(left, distinct)
         if fault is None:
             return
         if fault.failed is not None:
             log.error("the device failed in a batch of %d texts: %s", texts, fault.traceback)
             self._finisher.device_failed(fault.failed)
-            self._fail(entries, InferenceFailed(f"Backend error: {fault.text}"))
+            self._fail(left.pop(), InferenceFailed(f"Backend error: {fault.text}"))
             return
         if fault.out_of_memory:
             gpu.free_cached_memory(self._model.backbone.device)
@@ -262,17 +275,12 @@ class Runner:
                 self._queue.token_cap.did_not_fit(sum(entry.tokens for entry in entries))
         if texts > 1:
             log.warning("a batch of %d texts failed and is run in halves: %s", texts, fault.text)
-            self._execute_halves(entries)
+            left[-1:] = reversed(halves(entries))
         elif fault.out_of_memory:
-            self._fail(entries, OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
+            self._fail(left.pop(), OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
         else:
             log.error("a text failed on its own: %s", fault.traceback)
-            self._fail(entries, InferenceFailed(f"Backend error: {fault.text}"))
-
-    def _execute_halves(self, entries: list[QueueEntry]) -> None:
-        for half in halves(entries):
-            if self._in_flight.wait_for_room():
-                self._execute(half)
+            self._fail(left.pop(), InferenceFailed(f"Backend error: {fault.text}"))
 
     def _result_bytes(self, entries: Sequence[QueueEntry]) -> int:
         """Bytes of float32 results, for every output that a text requests; sparse ones are too few to count on the
@@ -287,11 +295,12 @@ class Runner:
             kept = texts * sum(kept_by[output] for output in wanted)
         return 4 * (tokens * per_token + texts * per_text) + kept
 
-    def _start(self, entries: list[QueueEntry], distinct: DistinctInputs | None = None) -> _StartError | None:
-        """Start a batch and pass it on.
+    def _start(self, left: list[list[QueueEntry]], distinct: DistinctInputs | None = None) -> _StartError | None:
+        """Start the last batch that is left and pass it on.
 
         Returns an error as text: the exception itself would keep the tensors of the forward alive through its frames.
         """
+        entries = left[-1]
         distinct = distinct or self._distinct_inputs(entries, self._cache is not None)
         inputs, inputs_of, _ = distinct
         tokens = sum([each.ids.size for each in inputs])
@@ -323,6 +332,7 @@ class Runner:
             distinct = distinct if distinct.known else self._distinct_inputs(entries, True)
             outputs = frozenset(rows)
             self._recent = RecentBatch(distinct, places_of, copies.wait, outputs, time.monotonic_ns())
+        left.pop()
         is_small = tokens <= _SMALL_TOKENS
         finishes = self._has_own_lane or (is_small and self._is_light)
         if self._has_queries() or not (finishes and self._finisher.finish_here(started)):

@@ -43,29 +43,30 @@ class PictureRunner(Runner):
         """As of texts, for texts alone."""
         return not _has_pictures(entries) and super().serve_queries(entries)
 
-    def _execute(self, entries: list[QueueEntry]) -> None:
-        if not _has_pictures(entries):
-            super()._execute(entries)
+    def _execute_last(self, left: list[list[QueueEntry]]) -> None:
+        if not _has_pictures(left[-1]):
+            super()._execute_last(left)
             return
-        failed, left = [], []
-        for entry in entries:
+        failed, good = [], []
+        for entry in left[-1]:
             encoded = entry.encoded
             taken = [one.take() for one in encoded.waiting] if isinstance(encoded, EncodedPicture) else []
             if broken := [result for result in taken if isinstance(result, TeimgrError)]:
                 failed.append((entry.job, int(entry.rows[0]), broken[0]))
             else:
-                left.append(entry)
+                good.append(entry)
+        left[-1:] = [good] if good else []
         if failed:
             self._finisher.put(Failures(failed))
-        if left:
-            super()._execute(left)
+        if good:
+            super()._execute_last(left)
 
-    def _start(self, entries: list[QueueEntry], distinct: DistinctInputs | None = None) -> Any:
-        if not _has_pictures(entries):
-            return super()._start(entries, distinct)
+    def _start(self, left: list[list[QueueEntry]], distinct: DistinctInputs | None = None) -> Any:
+        if not _has_pictures(left[-1]):
+            return super()._start(left, distinct)
         of_texts = self._token_s
         try:
-            return super()._start(entries, distinct)
+            return super()._start(left, distinct)
         finally:
             self._token_s = of_texts  # which tells how long a query of texts takes
 
