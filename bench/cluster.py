@@ -145,7 +145,15 @@ def _worker(folder: Path, path: str, model: Path, prefix: list[str], host: str) 
     with socket.socket(socket.AF_UNIX) as listener, (folder / "worker.log").open("wb") as log:
         listener.bind(path)
         listener.listen()
-        command = [sys.executable, "-m", "teimgr.worker", str(listener.fileno()), "bench", str(folder), spec.to_json()]
+        command = [
+            sys.executable,
+            "-m",
+            "teimgr.worker.process",
+            str(listener.fileno()),
+            "bench",
+            str(folder),
+            spec.to_json(),
+        ]
         process = subprocess.Popen(prefix + command, stdout=log, stderr=log, pass_fds=[listener.fileno()])
     with _ended(process):
         yield process

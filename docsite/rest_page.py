@@ -21,10 +21,8 @@ from teimgr.api.rest import (
     instances,
     logs,
     models,
-    plan,
     probes,
     recommendations,
-    usage,
 )
 from teimgr.api.rest.access import PERMISSIONS
 from teimgr.http.docs_page import example_of
@@ -99,8 +97,8 @@ def to_markdown() -> str:
 def _openapi() -> dict[str, Any]:
     app = FastAPI()
     for router in (
-        *(part.router for part in (instances, fleet, plan, logs, events, models)),
-        *(daemon.config_router, daemon.router, hosts.gpu_router, usage.router, hosts.router, probes.router),
+        *(part.router for part in (instances, fleet, logs, events, models)),
+        *(daemon.config_router, daemon.router, hosts.gpu_router, fleet.usage_router, hosts.router, probes.router),
         *(recommendations.scaling_router, recommendations.router, files.router, batches.router),
     ):
         app.router.routes.extend(router.routes)

@@ -38,7 +38,7 @@ from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 
 LIMIT_S = 60.0
-EXEC = ("-m", "teimgr.worker")
+EXEC = ("-m", "teimgr.worker.process")
 # As the nursery's children end: without the interpreter's own clean-up.
 FORKED = ("-c", "import os, sys, teimgr.worker.process as p; os._exit(p.main(int(sys.argv[1]), *sys.argv[2:]))")
 

@@ -18,9 +18,8 @@ from teimgr.cluster.bridge import AnswerLate, Bridge
 from teimgr.cluster.enrolment_server import EnrolmentServer
 from teimgr.cluster.host_facts import HostDescription, own_versions
 from teimgr.cluster.host_link import HostAddress, HostServices
-from teimgr.cluster.host_logs import RemoteLogs
 from teimgr.cluster.host_models import HostModels
-from teimgr.cluster.host_service import HostListener, HostService
+from teimgr.cluster.host_service import HostListener, HostService, RemoteLogs
 from teimgr.cluster.messages import FleetFacts, HeldWorker, NodeFacts
 from teimgr.cluster.ray_process import UNRESTRICTED, RayHost, RayProcess, ensure_token, library, ray_folder
 from teimgr.config.cluster import address_on_host

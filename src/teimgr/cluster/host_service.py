@@ -1,5 +1,5 @@
 """What a host of a fleet offers the others: the logs of its workers, its models, connections to the ports of its
-instances. One request for each connection (`host_link.py`).
+instances. One request for each connection (`host_link.py`). `RemoteLogs` is the daemon's side of "log".
 
 {"op": "log", "name", "filter", "follow"}    for the daemon alone
     {"total"} or {"absent"}, then the client's {"start", "end"}, then {"lines"} …, {"past": true}; with `follow`
@@ -15,20 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
-from teimgr.cluster.host_link import HostLink
+from teimgr.cluster.host_link import HostAddress, HostLink, connect
 from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.relay import STALL_S, NearEnd, most_forwarded
 from teimgr.errors import Forbidden, Internal, InvalidInput, TeimgrError, Unavailable
 from teimgr.http.acceptor import GatedStream
 from teimgr.http.connection_gate import Phase, Ticket
 from teimgr.http.server import bind
+from teimgr.observability.log_files import Gap
 from teimgr.observability.log_filter import LogFilter
-from teimgr.observability.log_source import Batch, LogSource
+from teimgr.observability.log_source import OPEN_LIMIT_S, Batch, LogSource
 from teimgr.spec import check_name
 from teimgr.wire.fleet_tls import FleetIdentity, FleetListener, peer_of
 from teimgr.wire.json_messages import pack_error
@@ -36,6 +37,8 @@ from teimgr.wire.remote_frames import set_tcp_limits
 
 ALIVE_S = 2.0
 """The longest pause between two messages to a follower, in seconds."""
+SILENCE_LIMIT_S = 5 * ALIVE_S
+_PAST_LIMIT_S = 30.0
 MAX_LINKS = 128
 _REFUSED = 64  # connections that get the refusal "too many"
 _BACKLOG = 1024
@@ -195,3 +198,63 @@ class HostListener(FleetListener):
         task = asyncio.create_task(self._service.serve(link))
         self._links.add(task)
         task.add_done_callback(self._links.discard)
+
+
+class RemoteLogs:
+    """`LogSource` of a host of the cluster; `problem` is why it cannot be asked, empty where it can."""
+
+    def __init__(self, address: HostAddress, identity: FleetIdentity, problem: str = "") -> None:
+        self.host = address.name
+        self._address = address
+        self._identity = identity
+        self._problem = problem
+
+    async def open(self, name: str, filter: LogFilter, *, follow: bool) -> RemoteLog | None:
+        if self._problem:
+            raise Unavailable(self._problem)
+        link = await connect(self._address, self._identity)
+        try:
+            await link.send(op="log", name=name, filter=filter.to_json(), follow=follow)
+            answer = await link.receive(OPEN_LIMIT_S)
+            if "total" in answer:
+                return RemoteLog(link, int(answer["total"]))
+        except BaseException:
+            await link.close()
+            raise
+        await link.close()
+        return None
+
+
+class RemoteLog:
+    """`OpenLog` of one host, which sends no faster than its lines are taken."""
+
+    unread: Sequence[str] = ()
+
+    def __init__(self, link: HostLink, total: int) -> None:
+        self.total = total
+        self._link = link
+        self._past_is_over = False
+
+    async def past(self, start: int, end: int) -> AsyncGenerator[Batch]:
+        await self._link.send(start=start, end=end)
+        while not self._past_is_over:
+            yield await self._next(_PAST_LIMIT_S)
+
+    async def live(self) -> AsyncGenerator[Batch]:
+        while True:
+            yield await self._next(SILENCE_LIMIT_S)
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def _next(self, limit_s: float) -> Batch:
+        message = await self._link.receive(limit_s)
+        self._past_is_over |= "past" in message
+        lines = message.get("lines", ())
+        if not isinstance(lines, list | tuple):
+            raise Unavailable(f"{self._link.host}: its answer has no lines")
+        return [_unpacked(each) for each in lines]
+
+
+def _unpacked(item: Any) -> str | Gap:
+    return Gap(str(item.get("gap"))) if isinstance(item, dict) else str(item)

@@ -33,8 +33,7 @@ from teimgr.control.background import in_background
 from teimgr.control.capacity.advisor import Advisor
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.delayed_json import KeptFile, kept_path
-from teimgr.control.events.event_file import EventFile, events_path
-from teimgr.control.events.fleet_events import EventLog
+from teimgr.control.events.fleet_events import EventFile, EventLog, events_path
 from teimgr.control.events.webhooks import Webhooks
 from teimgr.control.launch.launcher import Launcher, LocalLauncher, LocalOptions
 from teimgr.control.launch.mux_launcher import mux_configs

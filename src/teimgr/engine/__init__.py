@@ -6,7 +6,7 @@ job                      a call's inputs, options and results
 intake, charging         first thread: jobs are tokenized, and charged to their keys
 text/                    prompts, templates, truncation, the tokenizers library, WordPiece in C
 batching/                the queue by lane, tenant and length, and the packed batch
-runner, giving_way,      second thread: batches are started on the device; queries between steps of bulk; CPU threads
+runner,                  second thread: batches are started on the device; queries between steps of bulk; CPU threads
 core_load                by the load of the host's workers
 model, backbone          the forward of a packed row: on CPUs one call of the C library is tried first, else the model's
                          own code runs, on CPUs with linear layers prepacked for oneDNN

@@ -2,6 +2,10 @@
 
 It is an extension without a Python module, loaded through ctypes, which releases the GIL for its calls. Attention
 within a model's own forward runs on torch's OpenMP threads, the native forward on its own threads.
+
+Bulk work calls `give_way` between two of its steps. If each lane has a thread, that of bulk waits there until no query
+is computed, as the threads of the native forward do within a forward. If one thread serves both lanes, it computes the
+queries that wait.
 """
 
 from __future__ import annotations
@@ -12,6 +16,9 @@ import importlib.machinery
 import logging
 import os
 import platform
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +49,7 @@ _WORDPIECE_ENCODE: list[Any] = [
 ]
 _NO_PALETTE = -1  # of `tiles_refusal` of library.h
 # Of `struct_size` of validity.c, in its order.
+_here = threading.local()  # `serve`, of a thread of both lanes within a bulk batch
 _STRUCTS = ("attention", "slot", "step", "program", "forward")
 
 
@@ -162,3 +170,31 @@ def _openmp_parallel() -> int | None:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
     except AttributeError:
         return None
+
+
+def allow_wait(most_s: float) -> None:
+    """Let the calling thread wait in its next calls of `give_way`, at most this long together; for threads other than
+    the engine's."""
+    if (library := native_library()) is not None and library.gives_way:
+        library.set_wait(ctypes.c_int64(int(most_s * 1e9)))
+
+
+def give_way() -> None:
+    """Between two steps of work: compute the queries that wait, or wait for those that others compute, if the thread
+    may do so."""
+    serve = getattr(_here, "serve", None)
+    if serve is not None:
+        with serving(None):
+            serve()
+    elif (library := native_library()) is not None and library.gives_way:
+        library.wait_for_foreground()
+
+
+@contextmanager
+def serving(serve: Callable[[], None] | None) -> Iterator[None]:
+    """Within the block `give_way` calls `serve` on this thread, but not within that."""
+    former, _here.serve = getattr(_here, "serve", None), serve
+    try:
+        yield
+    finally:
+        _here.serve = former

@@ -36,7 +36,6 @@ from teimgr.engine.finisher import (
     keep_nothing,
     vector_options,
 )
-from teimgr.engine.giving_way import serving
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import finish_on_device
 from teimgr.engine.host_copies import HostCopies
@@ -54,7 +53,7 @@ from teimgr.engine.known_results import (
     numbers_of,
 )
 from teimgr.engine.model import Model
-from teimgr.engine.native_library import NO_MEMORY, native_library
+from teimgr.engine.native_library import NO_MEMORY, native_library, serving
 from teimgr.errors import DeadlineExceeded, InferenceFailed, OutOfDeviceMemory, TeimgrError, Unavailable
 from teimgr.spec import CpuThreads
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from weakref import WeakSet
 
 from teimgr.http.turns import CallTurns
@@ -454,3 +454,9 @@ def network_of(address: str) -> str:
         return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex()
     except OSError:
         return address
+
+
+def sender_of(scope: Mapping[str, Any]) -> str | None:
+    """The network of the client's address of an ASGI scope; None for a client without one."""
+    client = scope.get("client")
+    return network_of(client[0]) if client else None

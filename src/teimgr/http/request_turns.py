@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from teimgr.errors import Overloaded
 from teimgr.http.bodies import Refuse
-from teimgr.http.connection_gate import network_of
+from teimgr.http.connection_gate import sender_of
 from teimgr.http.turns import TURNS_OF, Turns
 
 _PER_TURN = 2
@@ -54,9 +54,3 @@ class RequestTurns:
             return message
 
         await app(scope, receive_in_turn, send)
-
-
-def sender_of(scope: Scope) -> Hashable:
-    """The network of the client's address; None for a client without one."""
-    client: tuple[str, int] | None = scope.get("client")
-    return network_of(client[0]) if client else None

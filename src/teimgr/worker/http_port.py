@@ -26,9 +26,10 @@ from teimgr.http.bodies import (
     room_for_reply,
 )
 from teimgr.http.byte_budget import Charge
+from teimgr.http.connection_gate import sender_of
 from teimgr.http.direct import Answer, DirectReply, DirectRequest, answered_directly
 from teimgr.http.docs_page import HEADERS, page
-from teimgr.http.request_turns import RequestTurns, sender_of
+from teimgr.http.request_turns import RequestTurns
 from teimgr.http.turns import TURNS_OF, Turns
 from teimgr.observability.request_context import (
     CURRENT,

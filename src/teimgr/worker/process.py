@@ -1,10 +1,9 @@
 """The worker process: listen, load the model, serve, drain.
 
-It is forked from the nursery, or is a new interpreter where the nursery had several threads
-(`control/launch/nursery.py`,
-`exec_afresh`). It gets a listening unix socket and its spec as one line of JSON. All control goes over that socket;
-inference also arrives at the instance port. Workers of one instance share the listening sockets of its ports: each gets
-those of a worker that was there before it.
+It is forked from the nursery, or is a new interpreter if the nursery had several threads (`exec_afresh` of
+`control/launch/nursery.py`). It gets a listening unix socket and its spec as one line of JSON. All control goes over
+that socket; inference also arrives at the instance port. Workers of one instance share the listening sockets of its
+ports: each gets those of an earlier worker.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -511,3 +511,10 @@ def code_of(folder: Path, name: str, commit: str | None) -> str:
     shown = files[:_MAX_CODE_FILES] + (["…"] if len(files) > _MAX_CODE_FILES else [])
     at = "" if commit is None else f"@{commit}"
     return f"{name}{at}: {', '.join(shown)}" if files else ""
+
+
+if __name__ == "__main__":  # LISTENER_FD INCARNATION RUN_DIR SPEC_JSON: a worker without a nursery, for tests
+    status = main(int(sys.argv[1]), *sys.argv[2:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # as in the nursery: a thread that still loads a model must not block the exit

@@ -10,9 +10,8 @@ from tests.support.models import build
 
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.admission import Admission
-from teimgr.control.ledger.footprints import Footprints, ModelOptions
+from teimgr.control.ledger.footprints import FIRST_CALLS_BYTES, Footprints, ModelOptions
 from teimgr.control.ledger.ledger import HEADROOM_BYTES, Footprint, Ledger, Reservation
-from teimgr.control.ledger.prediction import FIRST_CALLS_BYTES
 from teimgr.control.placement.planner import worker_spec
 from teimgr.spec import InstanceSpec, WorkerSpec
 

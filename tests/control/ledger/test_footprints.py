@@ -9,9 +9,8 @@ import pytest
 from tests.support.models import build
 
 from teimgr.control.ledger import footprints as footprints_module
-from teimgr.control.ledger.footprints import Footprints
+from teimgr.control.ledger.footprints import Footprints, predicted
 from teimgr.control.ledger.ledger import Footprint
-from teimgr.control.ledger.prediction import predicted
 from teimgr.models.weight_sizes import WeightSizes
 from teimgr.spec import InstanceSpec
 

@@ -52,7 +52,7 @@ from teimgr.http.auth.policy import (
 )
 from teimgr.http.auth.sessions import Sessions, is_same_origin
 from teimgr.http.bodies import foreign_page
-from teimgr.http.request_turns import sender_of
+from teimgr.http.connection_gate import sender_of
 
 READS = ("GET", "HEAD", "OPTIONS")
 # As it is sent: that of a file of the host, each byte written in three. No longer one is matched, which takes long.

@@ -39,10 +39,8 @@ from teimgr.api.rest import (
     instances,
     logs,
     models,
-    plan,
     probes,
     recommendations,
-    usage,
 )
 from teimgr.api.rest.access import Access
 from teimgr.api.rest.daemon import Restarter
@@ -201,7 +199,7 @@ def create_app(
 
 def _routers(parts: State) -> Iterator[APIRouter]:
     """Those of the parts that are there."""
-    yield from (instances.router, fleet.router, plan.router, logs.router, probes.router)
+    yield from (instances.router, fleet.router, logs.router, probes.router)
     yield from (docs, error_answers.router)
     for part, routers in (
         (parts.events, (events.router,)),
@@ -209,7 +207,7 @@ def _routers(parts: State) -> Iterator[APIRouter]:
         (parts.restarter, (daemon.router,)),
         (parts.registry, (models.router,)),
         (parts.gpus, (hosts.gpu_router,)),
-        (parts.tenants, (usage.router,)),
+        (parts.tenants, (fleet.usage_router,)),
         (parts.autoscaler, (recommendations.scaling_router,)),
         (parts.advisor, (recommendations.router,)),
     ):

@@ -1,4 +1,4 @@
-"""REST routes of the fleet as a whole: bulk actions, templates, and health with self-tests on demand."""
+"""REST routes of the fleet as a whole: bulk actions, templates, health, plans (POST /plan, /rebalance), GET /usage."""
 
 from __future__ import annotations
 
@@ -12,24 +12,35 @@ from starlette.responses import Response
 from teimgr.api.rest.instances import UNKNOWN, ManagerDep, chosen
 from teimgr.api.rest.schemas import (
     ANY_FAILURE,
+    CreateInstance,
+    Failure,
     InstanceInfo,
     StrictQueryRoute,
     TagText,
     Text,
     answer,
+    has_body,
     instance_info,
+    json_body,
     read_json,
 )
 from teimgr.config.settings import Settings
 from teimgr.config.sources import plain
+from teimgr.control.sharing.tenants import TenantRegistry, tenant_counts
+from teimgr.control.supervision.fleet_plan import MAX_INSTANCES
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.worker_run import FleetProber
-from teimgr.errors import TeimgrError
+from teimgr.errors import TeimgrError, ValidationError
 from teimgr.spec import InstanceView, State, now_rfc3339
 
 router = APIRouter(tags=["fleet"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
+usage_router = APIRouter(tags=["usage"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
+
+GROUPS = ("key", "instance", "model")
 
 Action = Literal["start", "stop", "restart", "delete"]
+DryRun = Annotated[bool, Query(description="show the plan and change nothing")]
+By = Annotated[str, Query(description="how to add up: some of key, instance and model, with commas", max_length=64)]
 Probing = Annotated[bool, Query(alias="probe", description="run a self-test in each worker now")]
 
 
@@ -143,6 +154,171 @@ async def fleet_health(request: Request, manager: ManagerDep, probe: Probing = F
     counts = {state.value: sum(view.state is state for view in views) for state in State}
     healthy = all(each["healthy"] for each in found if each["name"] in wanted)
     return answer({"healthy": healthy, "timestamp": now_rfc3339(), "counts": counts, "instances": found})
+
+
+class PlanRequest(BaseModel):
+    """Body of POST /plan: instances as in POST /instances; absent: those of the daemon that should run."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        json_schema_extra={"examples": [{"instances": [{"name": "a", "model_id": "BAAI/bge-small-en-v1.5"}]}]},
+    )
+
+    instances: list[CreateInstance] | None = Field(None, max_length=MAX_INSTANCES)
+    apply: bool = Field(False, description="create or start the instances, in their order; the answer is what happened")
+
+
+class PlannedWorkerInfo(BaseModel):
+    """One worker. Bytes are those of its host and of its GPU, `loading_bytes` the most on the host while it loads."""
+
+    instance: str
+    replica: int
+    outcome: Literal["runs", "starts", "waits", "on_demand", "refused"] = Field(
+        description="waits: until models on demand that have calls can be evicted"
+    )
+    node: str | None
+    gpu: str | None
+    gpu_id: int | None
+    host_bytes: int
+    loading_bytes: int
+    device_bytes: int
+    source: str = Field(description="measured, predicted from the heads of its files, or assumed; empty for none")
+    reason: str | None
+
+
+class EvictionInfo(BaseModel):
+    """A model on demand that is evicted for others; its next call loads it again."""
+
+    instance: str
+    reason: str
+
+
+class DeviceUseInfo(BaseModel):
+    """A host or a GPU: reserved now and as planned, and what is free then; null where it is not limited."""
+
+    device: str
+    label: str
+    budget_bytes: int | None
+    total_bytes: int | None
+    reserved_bytes: int
+    planned_bytes: int
+    free_bytes: int | None
+
+
+class Plan(BaseModel):
+    """What would happen, or with `apply` what happened. `fits`: nothing is refused, and nothing waits."""
+
+    fits: bool
+    workers: list[PlannedWorkerInfo]
+    evictions: list[EvictionInfo]
+    devices: list[DeviceUseInfo]
+
+
+@router.post(
+    "/plan",
+    response_model=Plan,
+    responses={409: {"model": Failure, "description": "with `apply`: not possible in its present state"}},
+    openapi_extra=json_body(PlanRequest, required=False),
+)
+async def plan(request: Request, manager: ManagerDep) -> Response:
+    """Plan instances beside those that run: where each worker runs, what it takes, what is evicted for it, or why it
+    does not fit.
+
+    The figures were measured on earlier workers of the same model if there were any; else they are predictions. With
+    `apply` the planned workers are started; a worker that does not fit is refused with the plan's reason.
+    """
+    body = await read_json(request, PlanRequest) if has_body(request) else PlanRequest(instances=None, apply=False)
+    settings = request.app.state.settings
+    wanted = None if body.instances is None else [each.spec(settings.templates) for each in body.instances]
+    names = [spec.name for spec in wanted or ()]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValidationError(f"instances: '{repeated}' is there twice")
+    if body.apply and wanted is None:
+        raise ValidationError("apply: needs `instances`")
+    made = await (manager.carry_out(wanted) if body.apply and wanted is not None else manager.plan(wanted))
+    return answer(made.to_dict())
+
+
+class PlaceInfo(BaseModel):
+    """Where a worker runs; `gpu` null: on the CPU, `node` null: a fleet of one host."""
+
+    node: str | None
+    gpu: str | None
+    gpu_id: int | None
+
+
+class MoveInfo(BaseModel):
+    """A worker that moves. `failed`: it did not start there, and the old one serves on; `reason` is then why."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    instance: str
+    replica: int
+    from_: PlaceInfo = Field(alias="from")
+    to: PlaceInfo
+    outcome: Literal["planned", "moved", "failed"]
+    reason: str
+
+
+class StayInfo(BaseModel):
+    """A worker that stays where it is, and why."""
+
+    instance: str
+    replica: int
+    at: PlaceInfo
+    reason: str
+
+
+class Rebalanced(BaseModel):
+    """What moves or has moved, in that order, and what stays."""
+
+    moves: list[MoveInfo]
+    stays: list[StayInfo]
+
+
+@router.post("/rebalance", response_model=Rebalanced)
+async def rebalance(manager: ManagerDep, dry_run: DryRun = False) -> Response:
+    """Move running workers to where they would be placed now, if the fleet is more even then.
+
+    One after the other, each without a gap: the new worker serves before the old one ends. The answer comes when all
+    have moved; if the caller leaves, the moves go on.
+    """
+    return answer(await manager.rebalance(dry_run=dry_run))
+
+
+class UsageCounts(BaseModel):
+    """What was used by a group of calls; it has those of key, instance and model that were asked for."""
+
+    key: str | None = Field(default=None, description="the name of an API key; null for calls without one")
+    instance: str | None = None
+    model: str | None = None
+    tokens: int = Field(description="of answers, as the model sees them: special ones and prompt included")
+    texts: int
+    calls: int
+    refused: int = Field(description="calls refused for a quota or a full queue")
+    shadowed: int = Field(description="calls that a quota with `shadow` would have refused")
+
+
+class Usage(BaseModel):
+    """`enabled` is false while no API key is required: then nothing is counted."""
+
+    enabled: bool
+    usage: list[UsageCounts]
+
+
+@usage_router.get("/usage", response_model=Usage)
+async def usage(request: Request, by: By = "key,model") -> Response:
+    """What was used on this host since its first start, the largest first; kept across restarts.
+
+    Of a fleet on several hosts it is the calls that the daemon's host has admitted, whichever host computed them.
+    """
+    tenants: TenantRegistry = request.app.state.tenants
+    groups = [name.strip() for name in by.split(",")]
+    if unknown := next((name for name in groups if name not in GROUPS), None):
+        raise ValidationError(f"by: {unknown!r} is not one of {', '.join(GROUPS)}")
+    found: dict[str, Any] = {"enabled": tenants.is_on, "usage": tenant_counts(tenants.usage(), dict.fromkeys(groups))}
+    return answer(found)
 
 
 async def _act(manager: Manager, action: Action, name: str) -> dict[str, Any]:

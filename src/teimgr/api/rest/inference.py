@@ -18,8 +18,8 @@ from teimgr.api.gateway.routes import InferenceCall, paths
 from teimgr.api.rest.access import INFERENCE, Access, MatchedRoute
 from teimgr.api.rest.middleware import Observe, TrustedProxies, has_too_many, path_fault, refused
 from teimgr.errors import Code, Forbidden, Unauthenticated, ValidationError
+from teimgr.http.connection_gate import sender_of
 from teimgr.http.direct import Answer, DirectReply, DirectRequest
-from teimgr.http.request_turns import sender_of
 from teimgr.http.turns import TURNS_OF
 from teimgr.observability.request_context import CURRENT, REQUEST_ID
 from teimgr.wire.status import STATUS

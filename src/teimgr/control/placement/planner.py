@@ -13,9 +13,8 @@ from teimgr.config.instance_keys import parse
 from teimgr.config.instance_limits import model_roots
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.admission import Admission
-from teimgr.control.ledger.footprints import Footprints, figures_path
+from teimgr.control.ledger.footprints import CONTEXT_BYTES, Footprints, figures_path
 from teimgr.control.ledger.ledger import Ledger, Place
-from teimgr.control.ledger.prediction import CONTEXT_BYTES
 from teimgr.control.ledger.system_memory import free_memory_bytes, host_memory, memory_label
 from teimgr.control.placement.decision import Others, decide, device_kind, only_at, others_in, place, replica_count
 from teimgr.control.placement.gpus import Inventory, InventorySource

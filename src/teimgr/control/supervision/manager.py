@@ -16,8 +16,10 @@ from teimgr.config.instance_keys import check_instance
 from teimgr.config.instance_limits import check_allowed
 from teimgr.config.on_demand import allows
 from teimgr.config.settings import Settings
+from teimgr.control.background import CommandTurns
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.launcher import Launcher, WorkerHandle
+from teimgr.control.launch.strays import Sweep
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.placement.decision import place
 from teimgr.control.placement.dry_run import RUNS, WAITS, FleetPlan, PlannedWorker
@@ -26,16 +28,13 @@ from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import Planner, usable_cores, with_batch_tokens, worker_spec
 from teimgr.control.residence.rehearsal import Rehearsal
 from teimgr.control.sharing.places import Grant, Made, grant, left_for_calls
-from teimgr.control.supervision.command_turns import CommandTurns
 from teimgr.control.supervision.crash_reports import Crash, CrashReports
-from teimgr.control.supervision.fleet_plan import Planning
+from teimgr.control.supervision.fleet_plan import HostDepartures, Planning, Rebalancer
 from teimgr.control.supervision.fleet_records import FleetRecords
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.control.supervision.lifecycle import Backoff, Command, RestartPolicy
-from teimgr.control.supervision.rebalancing import HostDepartures, Rebalancer
 from teimgr.control.supervision.store import Store, WantedState
 from teimgr.control.supervision.supervisor import SupervisorContext
-from teimgr.control.supervision.sweep import Sweep
 from teimgr.control.supervision.validation import InstanceValidator, Present, check_model, with_changes
 from teimgr.control.supervision.worker_run import ProbePlan, Usage
 from teimgr.errors import (
@@ -124,7 +123,7 @@ class Manager:
         self._declaring = asyncio.Lock()
         self._planning = Planning(self._planner, self._instances, lambda: self.tokens_per_gib)
         self._rebalancer = Rebalancer(self._planner, self._instances)
-        self._sweep = Sweep(launcher, self._owned)
+        self._sweep = Sweep(launcher.strays, self._owned)
         self._not_startable: set[str] = set()
         self._departures = HostDepartures(self._instances, self.booted, self._in_background)
         if leaving is not None:

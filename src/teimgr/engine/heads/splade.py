@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from teimgr.engine import gpu
 from teimgr.engine.batching.batch import PackedBatch, Run, to_device
-from teimgr.engine.giving_way import give_way
 from teimgr.engine.heads import Rows
+from teimgr.engine.native_library import give_way
 from teimgr.models.layout import Splade
 
 # The size of logits at one time. On a CPU larger temporaries are mapped and unmapped by every operation.

@@ -16,8 +16,8 @@ import numpy as np
 import PIL
 from PIL import Image, ImageFile
 
-from teimgr.engine.giving_way import give_way
 from teimgr.engine.images import memory, parts
+from teimgr.engine.native_library import give_way
 from teimgr.errors import InvalidInput
 
 MAX_PIXELS = 50_000_000

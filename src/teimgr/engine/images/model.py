@@ -15,7 +15,6 @@ from teimgr.engine import gpu
 from teimgr.engine.backbone import PackedLinear, Transformer
 from teimgr.engine.batching.batch import Encoded, PackedBatch
 from teimgr.engine.fidelity.fidelity_gate import MIN_COSINE, MIN_REQUESTED_COSINE
-from teimgr.engine.giving_way import give_way
 from teimgr.engine.heads import Rows
 from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.images.inputs import PicturedBatch, pack_with_pictures
@@ -26,6 +25,7 @@ from teimgr.engine.library_model import load_module
 from teimgr.engine.model import DeviatesError, Heads, Model
 from teimgr.engine.native_forward.image_layers import native_layers, put_native_patches
 from teimgr.engine.native_forward.program import CannotLowerError
+from teimgr.engine.native_library import give_way
 from teimgr.engine.weights.host import HostWeights
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import DualEncoder, FlexibleSteps, Layout

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from teimgr.engine.giving_way import give_way
 from teimgr.engine.images import memory
 from teimgr.engine.images.files import MAX_PIXELS
+from teimgr.engine.native_library import give_way
 from teimgr.errors import InvalidInput
 from teimgr.models.layout import DualEncoder, FlexibleSteps, PatchSteps, PixelSteps, SoftSteps, TileSteps
 

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from teimgr.engine.giving_way import allow_wait
 from teimgr.engine.images.files import MAX_PIXELS, decode
 from teimgr.engine.images.pixels import Pixels, prepare
 from teimgr.engine.job import MediaFile, Picture
+from teimgr.engine.native_library import allow_wait
 from teimgr.errors import InferenceFailed, TeimgrError
 from teimgr.models.layout import DualEncoder
 

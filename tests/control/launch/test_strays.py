@@ -10,8 +10,7 @@ from tests.support.fleet import LIMIT_S, Fleet
 from tests.support.polling import eventually
 
 from teimgr.control.launch.process_handle import all_worker_paths, look_up
-from teimgr.control.launch.strays import without_handle
-from teimgr.control.supervision.sweep import Sweep
+from teimgr.control.launch.strays import Sweep, without_handle
 from teimgr.errors import TeimgrError
 from teimgr.spec import InstanceSpec, WorkerSpec
 
@@ -23,7 +22,7 @@ async def test_a_worker_without_an_instance_is_ended_at_the_second_look(fleet: F
     fleet.pids.add(stray.pid)
     [view] = fleet.manager.list()
     incarnations = {str(each.incarnation) for each in view.workers}
-    sweep = Sweep(fleet.launcher, lambda: incarnations)
+    sweep = Sweep(fleet.launcher.strays, lambda: incarnations)
 
     await sweep.look()
     assert look_up(stray.pid) is not None, "it may have been launched just now"

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from tests.support.cluster import HOST, FleetNodes, TcpProxy
 
-from teimgr.cluster import host_logs
+from teimgr.cluster import host_service
 from teimgr.cluster.host_link import HostAddress, connect
-from teimgr.cluster.host_logs import RemoteLogs
 from teimgr.cluster.host_models import HostModels
-from teimgr.cluster.host_service import HostListener, HostService
+from teimgr.cluster.host_service import HostListener, HostService, RemoteLogs
 from teimgr.errors import Forbidden, InvalidInput, InvalidInstanceName, Unavailable
 from teimgr.observability.log_files import Gap
 from teimgr.observability.log_filter import LogFilter
@@ -117,7 +116,7 @@ async def test_what_is_no_request_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_follower_of_a_host_that_was_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_logs, "SILENCE_LIMIT_S", 3.0)
+    monkeypatch.setattr(host_service, "SILENCE_LIMIT_S", 3.0)
     async with serving(tmp_path) as served, TcpProxy(served.address) as network, asyncio.timeout(LIMIT_S):
         served.write("before")
         log = await served.logs(address=network.address).open("a", ALL, follow=True)
