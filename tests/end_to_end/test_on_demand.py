@@ -216,6 +216,31 @@ def test_a_model_id_of_the_allow_list_is_loaded_without_an_instance(daemon: Warm
         client.delete(made.name)
 
 
+MADE_UP = "sentence-transformers/made-up"
+
+
+def test_an_id_of_the_allow_list_that_no_model_has_is_not_found_in_each_dialect(daemon: WarmDaemonProcess) -> None:
+    """It was 500, as of a model that is broken."""
+    bodies = {
+        "/v1/embeddings": {"model": MADE_UP, "input": "rain"},
+        "/api/embed": {"model": MADE_UP, "input": "rain"},
+        "/v2/embed": {"model": MADE_UP, "texts": ["rain"], "input_type": "search_query"},
+    }
+    found = {path: post(daemon, path, body) for path, body in bodies.items()}
+    assert {path: status for path, (status, _, _) in found.items()} == dict.fromkeys(bodies, 404), found
+    openai, ollama, cohere = (answer for _, answer, _ in found.values())
+    assert openai["error"]["code"] == "model_not_found", openai
+    assert all(MADE_UP in told for told in (openai["error"]["message"], ollama["error"], cohere["message"]))
+    request = multiplexer_pb2.EmbedRequest(target={"model_id": MADE_UP}, request=tei_pb2.EmbedRequest(inputs="rain"))
+    with grpc.insecure_channel(daemon.grpc.removeprefix("http://")) as channel, pytest.raises(grpc.RpcError) as failed:
+        channel.unary_unary(f"{SERVICE}/Embed")(request.SerializeToString(), timeout=60)
+    assert failed.value.code() is grpc.StatusCode.NOT_FOUND
+    with daemon.client() as client:
+        [made] = [each for each in client.list() if each.model_id == MADE_UP]
+        assert (made.status, made.restarts) == (State.FAILED, 0)
+        client.delete(made.name)
+
+
 MANY = tuple("cdefgh")
 BUDGET_MIB = 65  # for two of them at a time: each is measured at 24 to 30
 

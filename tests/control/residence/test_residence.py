@@ -15,7 +15,16 @@ from teimgr.control.residence import residence as module
 from teimgr.control.residence.events import Refusal, Refuse
 from teimgr.control.residence.mux_calls import LoadsForMux
 from teimgr.control.residence.residence import Residence, error_of
-from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Stopped, TeimgrError, Unavailable
+from teimgr.errors import (
+    Code,
+    FailedToLoad,
+    InstanceNotFound,
+    ModelLoadFailed,
+    ModelNotFound,
+    Stopped,
+    TeimgrError,
+    Unavailable,
+)
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State
 from teimgr.wire.routing.directory import Directory
 from teimgr.wire.status import retry_after_s
@@ -41,6 +50,8 @@ class ScriptedOwner:
         self.may_unload = asyncio.Event()
         self.may_unload.set()
         self.refused_loads: list[Exception] = []
+        self.failed_code: Code | None = None
+        self.given_up: list[str] = []
         self.lost_places = 0  # how many instances go before the call that they are made for
 
     def declare_instance(self, name: str, state: State = State.UNLOADED, **keys: object) -> None:
@@ -73,8 +84,12 @@ class ScriptedOwner:
     def learn_load(self, name: str, seconds: float) -> None:
         self.load_times[name] = seconds
 
-    def failure(self, name: str) -> tuple[str, float | None]:
-        return self.failed[name]
+    def failure(self, name: str) -> tuple[str, float | None, Code | None]:
+        return (*self.failed[name], self.failed_code)
+
+    async def give_up(self, name: str) -> None:
+        self.given_up.append(name)
+        self.remove(name)
 
     def devices(self, name: str) -> tuple[str, ...]:
         return ("B",)
@@ -412,6 +427,29 @@ async def test_a_load_that_was_refused_before_a_worker_started_is_tried_again(
         await owner.loaded.wait()
         owner.publish("a", State.RUNNING)
         assert await waiting == "a"
+
+
+async def test_a_call_for_a_model_that_does_not_exist_is_told_so_and_has_it_tried_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running() as (owner, residence):
+        owner.failed["made"], owner.failed_code = ("no such model", None), Code.MODEL_NOT_FOUND
+        waiting = asyncio.create_task(call(residence, "owner/model"))
+        await owner.loaded.wait()
+        owner.specs["made"] = replace(owner.specs["made"], model_id="owner/model", by_call=True)
+        owner.publish("made", State.FAILED)
+        for calling in (waiting, call(residence, "made")):
+            with pytest.raises(ModelNotFound) as refused:
+                await calling
+            assert refused.value.message == "no such model"
+        assert (owner.loads, owner.given_up) == (["made"], [])
+
+        monkeypatch.setattr(module, "REFUSED_S", 0.0)
+        waiting = asyncio.create_task(call(residence, "made"))
+        await eventually(lambda: owner.loads == ["made", "made"])
+        owner.publish("made", State.RUNNING)
+        await waiting
+        assert owner.given_up == ["made"]
 
 
 async def test_a_load_on_another_device_does_not_wait_for_an_eviction() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from teimgr.control.sharing.places import FAILED_KEPT, Made, grant, left_for_calls
+import pytest
+
+from teimgr.control.sharing import places
+from teimgr.control.sharing.places import FAILED_KEPT, MAX_TRIES, REFUSED_S, Made, Tries, grant, left_for_calls
+from teimgr.errors import Code, ModelNotFound, Overloaded
 
 
 def held(*keys: str) -> list[Made]:
@@ -94,3 +98,34 @@ def test_each_key_gets_its_share_whatever_the_others_have() -> None:
             else:
                 assert before[key] >= min(limit - limit // 4, limit // len(before.keys() | {key}))
             assert len(made) <= limit
+
+
+def test_a_model_that_was_refused_is_refused_again_for_a_while_in_a_bounded_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(places, "_REFUSED_KEPT", 2)
+    tries = Tries()
+    for number in range(3):
+        tries.refuse(f"org/{number}", Code.MODEL_NOT_FOUND, f"no {number}", float(number))
+    for number in (1, 2):
+        with pytest.raises(ModelNotFound, match=f"no {number}"):
+            tries.check(f"org/{number}", "one", number + REFUSED_S - 0.1)
+    tries.check("org/0", "one", 2.0)
+    tries.check("org/2", "one", 2 + REFUSED_S)
+
+
+def test_a_key_has_so_many_models_tried_that_were_not_loaded() -> None:
+    tries = Tries()
+    for number in range(MAX_TRIES):
+        tries.check(f"org/{number}", "one", float(number))
+        tries.begin(f"org/{number}", "one", float(number))
+    now = float(MAX_TRIES)
+    with pytest.raises(Overloaded) as refused:
+        tries.check("org/more", "one", now)
+    assert refused.value.retry_after_s == REFUSED_S - MAX_TRIES
+    tries.check("org/more", "two", now)
+    tries.check("org/0", "one", now)  # as it is among them
+    tries.loaded("org/5")
+    tries.check("org/more", "one", now)
+    tries.begin("org/more", "one", now)
+    tries.check("org/other", "one", REFUSED_S)

@@ -30,6 +30,7 @@ from teimgr.errors import (
     Code,
     InstanceExists,
     InstanceNotFound,
+    ModelNotFound,
     NotRunning,
     Overloaded,
     StateNotSaved,
@@ -607,6 +608,38 @@ async def test_a_model_that_calls_had_made_and_that_fails_gives_its_place_to_ano
     assert [view.spec.name for view in fleet.manager.list()] == [second]
     with pytest.raises(Overloaded):
         await fleet.manager.declare("org/third")
+
+
+async def test_a_model_that_gave_its_place_as_it_failed_is_not_made_again_for_a_while(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_module, "allows", lambda patterns, model_id: True)
+    fleet = fleets(on_demand=OnDemandSettings(max_instances=1))
+    await fleet.manager.boot()
+    missing = f"fail-permanent={Code.MODEL_NOT_FOUND.value}"
+    await fleet.create(missing, by_call=True)
+    await fleet.until(lambda entry: entry.state is State.FAILED)
+    reason, retry_s, code = fleet.manager.failure("a")
+    assert (retry_s, code) == (None, Code.MODEL_NOT_FOUND)
+    model_id = fleet.manager.get("a").spec.model_id
+    other = await fleet.manager.declare("org/other", "one")
+
+    with pytest.raises(ModelNotFound) as refused:
+        await fleet.manager.declare(model_id, "two", lambda name: 0.0)
+
+    assert refused.value.message == reason
+    assert [view.spec.name for view in fleet.manager.list()] == [other]
+
+
+async def test_a_failed_model_that_calls_had_made_is_given_up_and_one_that_has_not_stays(fleets: Fleets) -> None:
+    fleet = fleets()
+    await fleet.manager.boot()
+    for name, is_by_call in (("a", True), ("b", False)):
+        await fleet.create(f"fail-permanent={Code.MODEL_NOT_FOUND.value}", name, by_call=is_by_call)
+        await fleet.until(lambda entry: entry.state is State.FAILED, name)
+        await fleet.manager.give_up(name)
+    assert [view.spec.name for view in fleet.manager.list()] == ["b"]
+    assert fleet.manager.failure("b")[2] is None
 
 
 async def test_a_model_that_calls_had_made_and_that_has_failed_for_good_is_no_alarm(fleets: Fleets) -> None:

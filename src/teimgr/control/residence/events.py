@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from teimgr.errors import Code
 from teimgr.spec import InstanceSpec
 from teimgr.wire.tenants.table import ANONYMOUS
 
@@ -115,11 +116,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The load failed; `retry_s` is when it is tried again, None for a failure that lasts."""
+    """The load failed; `retry_s` is when it is tried again, None for a failure that lasts.
+
+    `code` is that of the error for calls, where the reason is one for callers, as there is no such model.
+    """
 
     model: str
     reason: str
     retry_s: float | None = None
+    code: Code | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +265,13 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The call gets an error. `retry_after_s` None: trying again changes nothing."""
+    """The call gets an error. `retry_after_s` None: trying again changes nothing. `code` is as in `LoadFailed`."""
 
     call: int
     why: Refusal
     reason: str
     retry_after_s: float | None = None
+    code: Code | None = None
 
 
 @dataclass(frozen=True, slots=True)

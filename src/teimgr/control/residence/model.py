@@ -10,6 +10,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from teimgr.control.residence.events import Decision, Refusal, Refuse, Serve, Terms
+from teimgr.errors import Code
 from teimgr.wire.tenants.quotas import leaves_room
 
 RATE_MEMORY_S = 300.0
@@ -64,7 +65,8 @@ class Model:
     under_way: int = 0
     hits: float = 0.0
     hits_at: float = 0.0
-    reason: str = ""
+    reason: str = ""  # why it failed, as the error of its calls has it, and the code of that
+    code: Code | None = None
     retry_at: float | None = None  # of a failed one; None: never
     bytes: int = 0  # that it holds of its device, as last reported
     needed_bytes: int = 0  # of one that waits for room
@@ -158,8 +160,10 @@ class Model:
         """Other terms; a load time that was measured is kept where they have none."""
         self.terms = replace(terms, load_s=self.terms.load_s) if terms.load_s is None else terms
 
-    def fail(self, reason: str, retry_at: float | None) -> None:
-        self.reason, self.retry_at = reason, retry_at
+    def fail(self, reason: str, retry_at: float | None, code: Code | None) -> None:
+        if code is None:
+            reason = f"Instance '{self.name}' is not running (status: failed): {reason}"
+        self.reason, self.retry_at, self.code = reason, retry_at, code
 
     def want_until(self, at: float) -> None:
         """A refused call may retry until then."""
@@ -303,12 +307,12 @@ def serve_all(model: Model) -> Iterator[Decision]:
 
 
 def refuse_all(
-    fleet: Fleet, model: Model, why: Refusal, reason: str, retry_after_s: float | None
+    fleet: Fleet, model: Model, why: Refusal, reason: str, retry_after_s: float | None, code: Code | None = None
 ) -> Iterator[Decision]:
     for call in [*model.waiting]:
         del model.waiting[call]
         fleet.calls.pop(call, None)
-        yield Refuse(call, why, reason, retry_after_s)
+        yield Refuse(call, why, reason, retry_after_s, code)
 
 
 def waiting_for_room(fleet: Fleet) -> list[Model]:

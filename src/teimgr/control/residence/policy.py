@@ -136,8 +136,7 @@ def _closed(model: Model, call: int, now: float) -> Refuse | None:
         return Refuse(call, Refusal.STOPPED, f"Instance '{name}' is not running (status: stopped)")
     if model.phase is Phase.FAILED:
         left_s = None if model.retry_at is None else max(0.0, model.retry_at - now)
-        reason = f"Instance '{name}' is not running (status: failed): {model.reason}"
-        return Refuse(call, Refusal.FAILED, reason, left_s)
+        return Refuse(call, Refusal.FAILED, model.reason, left_s, model.code)
     if not model.terms.on_demand and model.phase is Phase.UNLOADED:
         return Refuse(call, Refusal.STOPPED, f"Instance '{name}' is not running, and not loaded on demand")
     return None
@@ -213,9 +212,8 @@ def _not_loaded(fleet: Fleet, event: LoadFailed, now: float) -> Iterator[Decisio
     if (model := fleet.models.get(event.model)) is None:
         return
     enter(fleet, model, Phase.FAILED, now)
-    model.fail(event.reason, None if event.retry_s is None else now + event.retry_s)
-    reason = f"Instance '{model.name}' is not running (status: failed): {event.reason}"
-    yield from refuse_all(fleet, model, Refusal.FAILED, reason, event.retry_s)
+    model.fail(event.reason, None if event.retry_s is None else now + event.retry_s, event.code)
+    yield from refuse_all(fleet, model, Refusal.FAILED, model.reason, event.retry_s, model.code)
     yield from use_room(fleet, now)
 
 

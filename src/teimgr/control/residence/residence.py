@@ -48,7 +48,18 @@ from teimgr.control.residence.events import (
 from teimgr.control.residence.model import Fleet, Phase, idle_until, time_left_s
 from teimgr.control.residence.policy import decide
 from teimgr.control.residence.rehearsal import Rehearsal, waits
-from teimgr.errors import FailedToLoad, InstanceNotFound, ModelLoadFailed, Overloaded, Stopped, TeimgrError, Unavailable
+from teimgr.control.sharing.places import REFUSED_S
+from teimgr.errors import (
+    Code,
+    FailedToLoad,
+    InstanceNotFound,
+    ModelLoadFailed,
+    Overloaded,
+    Stopped,
+    TeimgrError,
+    Unavailable,
+    error_from_code,
+)
 from teimgr.observability.request_context import current_tenant
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State, now_rfc3339
 from teimgr.wire.routing.directory import Directory
@@ -91,8 +102,14 @@ class Owner(Protocol):
     def learn_load(self, name: str, seconds: float) -> None:
         """Keep how long a load took."""
 
-    def failure(self, name: str) -> tuple[str, float | None]:
-        """Why an instance failed, and in how many seconds it is retried; None: no automatic retry."""
+    def failure(self, name: str) -> tuple[str, float | None, Code | None]:
+        """Why an instance failed, and in how many seconds it is retried; None: no automatic retry.
+
+        The third value is the code of the error for calls, where they have named a model that cannot be had.
+        """
+
+    async def give_up(self, name: str) -> None:
+        """Delete a failed instance that calls had made, so that the next call has its model tried again."""
 
     def devices(self, name: str) -> tuple[str, ...]:
         """The card and the host that its next worker would be placed on; none where that is not known."""
@@ -180,6 +197,10 @@ class Residence:
     async def _begin_call(self, instance: str, until: float) -> int:
         """Wait until an instance is loaded; the result is the call that keeps it so, until it leaves."""
         call = next(self._numbers)
+        model, spec = self._fleet.models.get(instance), self._owner.spec(instance)
+        if spec and spec.by_call and model and model.phase is Phase.FAILED and self._now() - model.since > REFUSED_S:
+            await self._owner.give_up(instance)  # a model may have come to the hub since
+            instance = spec.model_id
         if self._owner.spec(instance) is None:  # the id of a model that no instance has
             key = self._tenants.badge(current_tenant())
             instance = await self._owner.declare(instance, key, self._value) or instance
@@ -486,6 +507,8 @@ def error_of(refusal: Refuse) -> TeimgrError:
             error.reword(refusal.reason)
         case Refusal.STOPPED:
             error = Stopped(refusal.reason)
+        case Refusal.FAILED if refusal.code is not None:
+            error = error_from_code(refusal.code, refusal.reason)
         case Refusal.FAILED if refusal.retry_after_s is None:
             error = ModelLoadFailed(refusal.reason)
         case Refusal.FAILED:

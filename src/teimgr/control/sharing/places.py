@@ -1,6 +1,7 @@
 """Places for instances that calls have made, `[on_demand] max_instances`, shared fairly between keys.
 
-Pure: `grant` decides by the present instances whether one more is made for a key, and which one is deleted for it.
+Pure: `grant` decides by the present instances whether one more is made for a key, and which one is deleted for it;
+`Tries` by what calls have tried before.
 """
 
 from __future__ import annotations
@@ -9,8 +10,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from teimgr.errors import Code, Overloaded, error_from_code
+
 FAILED_KEPT = 8
 """How many failed instances stay, for the operator to read why; callers may make up the ids of their models."""
+
+REFUSED_S = 60.0
+"""For how long a model that could not be loaded is not tried again for calls, and counts among the tries of its key."""
+MAX_TRIES = 32
+"""Models that were not loaded since, of those that a key has had tried in this time."""
+_REFUSED_KEPT = 1024
 
 
 class Made(NamedTuple):
@@ -58,3 +67,45 @@ def grant(made: Sequence[Made], key: str, limit: int) -> Grant:
     idle = [each for each in made if each.key == owner and each.value is not None]
     reason = f"its key has {most} of {limit} places, and {share} are its share"
     return Grant(bool(idle), tuple(sorted(idle, key=lambda each: each.value or 0.0)), reason)
+
+
+class Tries:
+    """The models that calls have had tried recently, and why some cannot be loaded: a try asks disk or hub."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, dict[str, float]] = {}  # by key and model, in the order of their times
+        self._refused: dict[str, tuple[float, Code, str]] = {}
+
+    def check(self, model_id: str, key: str, now: float) -> None:
+        """Whether a model may be tried for a key.
+
+        Raises:
+            TeimgrError: it was refused within `REFUSED_S`, and why.
+            Overloaded: too many models that the key has had tried were not loaded.
+        """
+        at, code, reason = self._refused.get(model_id, (-REFUSED_S, Code.MODEL_LOAD_FAILED, ""))
+        if now - at < REFUSED_S:
+            raise error_from_code(code, reason)
+        begun = {model: at for model, at in self._begun.pop(key, {}).items() if now - at < REFUSED_S}
+        if begun:
+            self._begun[key] = begun
+        if len(begun) >= MAX_TRIES and model_id not in begun:
+            left_s = min(begun.values()) + REFUSED_S - now
+            text = f"{len(begun)} models of the last {REFUSED_S:.0f} s, tried for calls of this key, are not loaded yet"
+            raise Overloaded(f"{text}; '{model_id}' is not tried now", left_s)
+
+    def begin(self, model_id: str, key: str, now: float) -> None:
+        """A model is tried for a key."""
+        self._begun.setdefault(key, {})[model_id] = now
+
+    def loaded(self, model_id: str) -> None:
+        """A model was loaded: it does not count among the tries."""
+        for begun in self._begun.values():
+            begun.pop(model_id, None)
+
+    def refuse(self, model_id: str, code: Code | None, reason: str, now: float) -> None:
+        """A model cannot be loaded; `code` is that of the error for its calls."""
+        self._refused.pop(model_id, None)
+        self._refused[model_id] = (now, code or Code.MODEL_LOAD_FAILED, reason)
+        if len(self._refused) > _REFUSED_KEPT:
+            del self._refused[next(iter(self._refused))]

@@ -406,6 +406,11 @@ class ManagedInstance:
         return min((each.retry_s for each in self._serving if each.retry_s is not None), default=None)
 
     @property
+    def failure_code(self) -> int | None:
+        """The code of `errors.Code` that a failed worker reported."""
+        return next((each.failure_code for each in self._serving if each.has_failed), None)
+
+    @property
     def planned_workers(self) -> int:
         """The workers there are, or will be by the spec or by the update under way."""
         spec = self._updated_spec if self.is_updating else self.spec

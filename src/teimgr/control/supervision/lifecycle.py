@@ -44,17 +44,18 @@ class FailureCause:
     """Why a worker failed. `permanent`: every new worker would fail in the same way.
 
     `may_pass`: so would one that is started at once, but not for ever (a full device, a slow disk): the replica has
-    failed, and is tried again after a pause of `LATER`.
+    failed, and is tried again after a pause of `LATER`. `code` is that of `errors.Code` that the worker reported.
     """
 
     message: str
     permanent: bool = False
     may_pass: bool = False
+    code: int | None = None
 
     @classmethod
     def reported(cls, message: str, code: int | None, permanent: bool) -> FailureCause:
         """A failure that a worker reported, with the number of its `errors.Code`."""
-        return cls(message, permanent, may_pass=code in _MAY_PASS)
+        return cls(message, permanent, may_pass=code in _MAY_PASS, code=code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ class ReplicaState:
 
     `wake_at` is when a Tick is due. `failure` is the reason to end the present worker. `reason` is shown to users: why
     there is no running worker, or why there was a restart. `streak` counts failures without a stable run in between,
-    `failing_since` is the time of the first of them, and `last_failure` the cause of the last.
+    `failing_since` is the time of the first of them, and `last_failure` the cause of the last, `last_code` its code.
     """
 
     policy: RestartPolicy
@@ -272,6 +273,7 @@ class ReplicaState:
     streak: int = 0
     failing_since: float | None = None
     last_failure: str = ""
+    last_code: int | None = None
     probe_failures: int = 0
     working_since: float | None = None
     health: WorkerHealth = WorkerHealth.GOOD
@@ -451,7 +453,7 @@ class ReplicaState:
         failure = self.failure or explain(exit, self.policy.process)
         since = now if self.failing_since is None else self.failing_since
         ended = replace(self, failure=None, reason=failure.message, last_failure=failure.message, wake_at=None)
-        ended = replace(ended, failing_since=since)._without_probe_failures()
+        ended = replace(ended, failing_since=since, last_code=failure.code)._without_probe_failures()
         if failure.may_pass and not self._was_stable(now):
             streak, wake_at = self.streak + 1, now + LATER.delay_s(self.streak + 1, jitter)
             return replace(ended, phase=Phase.FAILED, streak=streak, ready_at=None, wake_at=wake_at), []

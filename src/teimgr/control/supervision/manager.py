@@ -27,7 +27,7 @@ from teimgr.control.placement.gpus import InventorySource
 from teimgr.control.placement.hosts import LeavingHosts
 from teimgr.control.placement.planner import Planner, usable_cores, with_batch_tokens, worker_spec
 from teimgr.control.residence.rehearsal import Rehearsal
-from teimgr.control.sharing.places import Grant, Made, grant, left_for_calls
+from teimgr.control.sharing.places import Grant, Made, Tries, grant, left_for_calls
 from teimgr.control.supervision.crash_reports import Crash, CrashReports
 from teimgr.control.supervision.fleet_plan import HostDepartures, Planning, Rebalancer
 from teimgr.control.supervision.fleet_records import FleetRecords
@@ -38,8 +38,10 @@ from teimgr.control.supervision.supervisor import SupervisorContext
 from teimgr.control.supervision.validation import InstanceValidator, Present, check_model, with_changes
 from teimgr.control.supervision.worker_run import ProbePlan, Usage
 from teimgr.errors import (
+    Code,
     InstanceExists,
     InstanceNotFound,
+    InvalidConfig,
     InvalidInstanceName,
     MaxInstancesReached,
     NotRunning,
@@ -71,6 +73,8 @@ log = logging.getLogger(__name__)
 _NAME_CHARS = 64
 # When a call that found no place for its model may come again.
 _PLACE_S = 10.0
+# Failures whose code the caller gets who has named the model, as for an unknown name.
+_NOT_TO_BE_HAD = (Code.MODEL_NOT_FOUND, Code.MODEL_GATED)
 # Deleted instances that metrics still have series of.
 _DELETED_KEPT = 1000
 ADOPTION_LIMIT_S = 2.0
@@ -121,6 +125,7 @@ class Manager:
         self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
         self._turns = CommandTurns()
         self._declaring = asyncio.Lock()
+        self._tries = Tries()
         self._planning = Planning(self._planner, self._instances, lambda: self.tokens_per_gib)
         self._rebalancer = Rebalancer(self._planner, self._instances)
         self._sweep = Sweep(launcher.strays, self._owned)
@@ -552,7 +557,7 @@ class Manager:
         `value` are the recent calls a second of an instance, None if it may not go now.
 
         Raises:
-            Overloaded: calls have had too many made, and none may go now.
+            Overloaded: calls have had too many made, and none may go now; or too many of the key were not loaded.
             TeimgrError: as `create`.
         """
         if not allows(self._settings.on_demand.models, model_id):
@@ -570,7 +575,8 @@ class Manager:
         return next((name for name, each in self._instances.items() if each.spec.model_id == model_id), None)
 
     async def _declare(self, model_id: str, key: str, value: Callable[[str], float | None]) -> str:
-        limits = self._settings.on_demand
+        now = asyncio.get_running_loop().time()
+        self._tries.check(model_id, key, now)
         made = [each for each in self._instances.values() if each.spec.by_call]
         values = [None if each.spec.pinned else value(each.spec.name) for each in made]
         held = [
@@ -585,14 +591,18 @@ class Manager:
             name=name_of_model(model_id, self._instances),
             model_id=model_id,
             load="on_demand",
-            idle_timeout_secs=limits.idle_timeout_secs,
+            idle_timeout_secs=self._settings.on_demand.idle_timeout_secs,
             tags={MADE_BY: A_CALL} | ({MADE_FOR: key} if key else {}),
             confined=True,
             by_call=True,
             by_key=key,
         )
+        self._tries.begin(model_id, key, now)
         try:
             await self.create(spec)
+        except InvalidConfig as error:  # its files are on this host, and are not of a model that is served
+            self._tries.refuse(model_id, error.code, error.message, now)
+            raise
         except InstanceExists:
             if (made_meanwhile := self._name_of(model_id)) is None:  # the name is another model's since
                 raise
@@ -614,6 +624,9 @@ class Manager:
         """Delete the first instance that can go for one of another model; False where none can."""
         for each in found.instead:
             with suppress(TeimgrError):
+                if each.has_failed and (failed := self.failure(each.name))[1] is None:
+                    now = asyncio.get_running_loop().time()
+                    self._tries.refuse(self._find(each.name).spec.model_id, failed[2], failed[0], now)
                 # One that has calls by now stays; a failed one, whose name calls may have made up, has none.
                 is_loaded = not each.has_failed and self.get(each.name).state is not State.UNLOADED
                 if not is_loaded or await self.unload(each.name, found.reason):
@@ -676,15 +689,27 @@ class Manager:
         """Keep how long a load took; no effect if the instance does not exist."""
         if (spec := self.spec(name)) is not None:
             self.memory.footprints.learn_load(spec, seconds)
+            self._tries.loaded(spec.model_id)
 
-    def failure(self, name: str) -> tuple[str, float | None]:
+    def failure(self, name: str) -> tuple[str, float | None, Code | None]:
         """Why an instance failed, and in how many seconds it is restarted; None: no automatic restart.
+
+        The third value is the code of the error for calls: they have named a model that cannot be had.
 
         Raises:
             InstanceNotFound.
         """
         instance = self._find(name)
-        return instance.view().reason or "see its log", instance.retry_s
+        is_callers = instance.spec.by_call and instance.retry_s is None
+        code = next((each for each in _NOT_TO_BE_HAD if each == instance.failure_code), None) if is_callers else None
+        return instance.view().reason or "see its log", instance.retry_s, code
+
+    async def give_up(self, name: str) -> None:
+        """Delete a failed instance that calls had made, so that the next call has its model tried again."""
+        with suppress(InstanceNotFound):
+            instance = self._find(name)
+            if instance.spec.by_call and instance.state is State.FAILED:
+                await self._turns.carry_out(self._delete(instance), f"deletion of {name}")
 
     def note(self, name: str, incident: Incident) -> None:
         """Record what happened to an instance, without a change of its state; no effect if it does not exist."""

@@ -302,6 +302,11 @@ class Supervisor(LifecycleTask):
         return max(0.0, at - asyncio.get_running_loop().time())
 
     @property
+    def failure_code(self) -> int | None:
+        """The code of `errors.Code` that its last failed worker reported."""
+        return self._replica.last_code
+
+    @property
     def start_problem(self) -> str | None:
         """A sentence while it starts again and again; None otherwise."""
         if not self._replica.is_failing(asyncio.get_running_loop().time()):
