@@ -90,6 +90,7 @@ class FakeEngine:
     """Collects the jobs that are submitted; `broken` makes it refuse them."""
 
     info = replace(MODEL, dimension=32, max_batch_tokens=1024, token_dimension=32)
+    tokenizer = None
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []

@@ -41,12 +41,12 @@ from tests.worker.test_dispatcher import FakeEngine, dispatching
 
 from teimgr.errors import Code, TeimgrError
 from teimgr.spec import Kind
-from teimgr.wire.frames import Flag, Method, Timings
+from teimgr.wire.frames import Flag, HttpRequest, Method, Timings, request_head
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2, frames_pb2
 from teimgr.worker import calls, methods
-from teimgr.worker.calls import MethodCall
+from teimgr.worker.calls import CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.methods import embed_all_response, embed_response, embed_sparse_response
 
@@ -421,9 +421,14 @@ async def test_ranks_are_the_scores_of_the_pairs_best_first(links: Links) -> Non
 
 
 class _Recorded(MethodCall):
-    """A call that keeps its errors."""
+    """A call that keeps what it was answered."""
 
     errors: tuple[TeimgrError, ...] = ()
+
+    replies: tuple[CallReply, ...] = ()
+
+    def reply(self, reply: CallReply) -> None:
+        self.replies += (reply,)
 
     def fail(self, error: TeimgrError) -> None:
         self.errors += (error,)
@@ -484,14 +489,20 @@ class _HeldThreads:
         await asyncio.gather(*self._holds)
 
 
-@pytest.mark.parametrize("method", [Method.EMBED, Method.PREDICT, Method.EMBED_ALL])
+def http_frame(text: str, path: str = "/embed", end: str = ',"truncate":true}') -> bytes:
+    head = request_head(HttpRequest("tei", "POST", path, headers={"content-type": "application/json"}))
+    return head + f'{{"inputs":"{text}"{end}'.encode()
+
+
+@pytest.mark.parametrize("method", [Method.EMBED, Method.PREDICT, Method.EMBED_ALL, Method.HTTP])
 async def test_large_messages_that_wait_for_a_thread_are_within_the_bounds_of_the_worker(method: Method) -> None:
     """While two tables held both threads, 124 messages of 31 MiB were kept, of 8 MiB that may be."""
     engine = FakeEngine()
     dispatcher = dispatching(engine, calls=32)
     threads = _HeldThreads(dispatcher)
     await threads.held()
-    payload = {Method.EMBED: embed, Method.PREDICT: predict, Method.EMBED_ALL: every}[method]("x" * _LARGE)
+    make = {Method.EMBED: embed, Method.PREDICT: predict, Method.EMBED_ALL: every, Method.HTTP: http_frame}
+    payload = make[method]("x" * _LARGE)
     posted = [_Recorded(method, payload, Flag.NONE) for _ in range(8)]
 
     for call in posted:
@@ -504,6 +515,28 @@ async def test_large_messages_that_wait_for_a_thread_are_within_the_bounds_of_th
     await eventually(lambda: engine.jobs)
     assert dispatcher.taken == len(posted)
     dispatcher.cancel(posted[0])
+    dispatcher.close()
+
+
+async def test_what_a_large_http_frame_holds_is_released_whatever_becomes_of_it() -> None:
+    engine = FakeEngine()
+    dispatcher = dispatching(engine)
+    refused = _Recorded(Method.HTTP, http_frame("x" * _LARGE, end=""), Flag.NONE)
+    malformed = _Recorded(Method.HTTP, b"\xff" * _LARGE, Flag.NONE)
+    unknown = _Recorded(Method.HTTP, http_frame("x" * _LARGE, "/nowhere"), Flag.NONE)
+    gone = _Recorded(Method.HTTP, http_frame("x" * _LARGE), Flag.NONE)
+
+    for call in (refused, malformed, unknown, gone):
+        methods.handle(dispatcher, call)
+        if call is gone:
+            assert dispatcher.is_admitted(gone)
+            dispatcher.cancel(gone)
+        await dispatcher.drained(60)
+        assert dispatcher.calls == 0
+
+    assert [len(call.errors) for call in (refused, malformed, unknown, gone)] == [0, 1, 0, 0]
+    assert [len(call.replies) for call in (refused, unknown, gone)] == [1, 1, 0]
+    assert engine.jobs == []
     dispatcher.close()
 
 

@@ -131,7 +131,7 @@ class Dispatcher:
 
     @property
     def calls(self) -> int:
-        return len(self._call_limiter) + len(self._answering)
+        return len(self._call_limiter) + sum(call not in self._call_limiter for call in self._answering)
 
     # Stage 1: admission.
 
@@ -158,8 +158,11 @@ class Dispatcher:
         Errors, of `proceed` too, are its reply. `jobs` are its own where they are known.
         """
         if call in self._call_limiter:
-            self._check_wait(call, jobs)
-            proceed()
+            try:
+                self._check_wait(call, jobs)
+                proceed()
+            except Exception as error:
+                self._fail(call, error)
             return
         self._idle.clear()
         self.taken += 1
@@ -213,16 +216,26 @@ class Dispatcher:
             self._interactive.enter(call, self._tenants.share(call))
         self.admit(call, lambda: self._spawn(call, proceed()))
 
+    def is_admitted(self, call: WorkerCall) -> bool:
+        return call in self._call_limiter
+
     def run(self, call: WorkerCall, answering: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that answers `call` with its own calls; only those are admitted. `cancel` cancels it."""
+        """Run a coroutine that answers `call` with its own calls, which are admitted; the first of them takes the place
+        of `call` where this is admitted (`pass_on`). `cancel` cancels it."""
         self._idle.clear()
 
         def forget(_: asyncio.Task[None]) -> None:
             del self._answering[call]
+            if call in self._call_limiter:
+                self._release(call)
             self._check_idle()
 
         task = self._answering[call] = self._loop.create_task(answering)
         task.add_done_callback(forget)
+
+    def pass_on(self, call: WorkerCall, to: WorkerCall) -> None:
+        """Have `to` admitted in the place of `call`, whose message has been read."""
+        self._call_limiter.pass_on(call, to)
 
     async def reserve(self, call: WorkerCall, size_bytes: int) -> None:
         """Wait until the decoded request of an admitted call, of `size_bytes`, fits into memory; held until its end."""

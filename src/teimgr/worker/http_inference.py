@@ -447,11 +447,18 @@ MakeJob = Callable[[ServedModel], JobSpec]
 class HttpInference:
     """Inference for HTTP requests, in `lane`, or where it is None in that of their cost.
 
-    `deadline` is a `time.monotonic` value or None.
+    `deadline` is a `time.monotonic` value or None. `whole` is the call that the request came in, if any.
     """
 
-    def __init__(self, dispatcher: Dispatcher, lane: Lane | None = None, deadline: float | None = None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        lane: Lane | None = None,
+        deadline: float | None = None,
+        whole: WorkerCall | None = None,
+    ) -> None:
         self.dispatcher = dispatcher
+        self._whole = whole
         self._lane = lane
         self._deadline = deadline
 
@@ -590,6 +597,8 @@ class HttpInference:
         call = HttpCall(size, lane, self._deadline)
         if is_part:
             call.mark_part()
+        if self._whole is not None:
+            self.dispatcher.pass_on(self._whole, call)
         self.dispatcher.infer(call, spec.inputs, spec.options, partial(encode, call, spec))
         return call
 

@@ -7,6 +7,7 @@ and serialising it takes some 58 µs, joining the bytes a quarter of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from google.protobuf.message import Message
@@ -68,14 +69,19 @@ def handle(dispatcher: Dispatcher, call: MethodCall) -> None:
         method = METHODS.get(call.method)
         if method is None:
             raise Internal(f"No method has the number {call.method}")
-        if len(call.payload) > _LARGE_MESSAGE_BYTES and call.method in _MESSAGES:
+        if len(call.payload) <= _LARGE_MESSAGE_BYTES:
+            method(dispatcher, call)
+        elif call.method in _MESSAGES:
             _admit_then_parse(dispatcher, call, method)
+        elif call.method == Method.HTTP and not dispatcher.is_admitted(call):
+            call.price(1, dispatcher.max_length)
+            dispatcher.admit(call, partial(handle, dispatcher, call))
         else:
             method(dispatcher, call)
     except Exception as error:
         known = error if isinstance(error, TeimgrError) else masked(error)
         dispatcher.metrics.failed(known)
-        call.fail(known)
+        dispatcher.refuse(call, known)
     finally:
         CURRENT.reset(context)
         TURNS_OF.reset(turns)
@@ -329,7 +335,7 @@ def forwarded_http(dispatcher: Dispatcher, call: MethodCall) -> None:
         request = read_request(call.payload)
     except ValueError as error:
         raise InvalidInput(f"malformed HTTP frame: {error}") from error
-    dispatcher.run(call, _answer_http(HttpInference(dispatcher, call.fixed_lane, call.deadline), call, request))
+    dispatcher.run(call, _answer_http(HttpInference(dispatcher, call.fixed_lane, call.deadline, call), call, request))
 
 
 async def _answer_http(inference: HttpInference, call: MethodCall, request: HttpRequest) -> None:
