@@ -46,7 +46,7 @@ _MAX_SCALE_WAIT_MS = 600_000
 EVENTS = (
     *("created", "starting", "running", "stopping", "stopped", "failed", "unhealthy"),
     *("crashed", "over_memory", "no_host", "updated", "update_failed", "deleted"),
-    *("unloaded", "evicted", "war", "scaled", "applied", "taken_back"),
+    *("unloaded", "evicted", "war", "scaled", "applied", "refused", "taken_back"),
     *("reloaded", "reload_refused"),  # of the configuration, so of no instance
 )
 

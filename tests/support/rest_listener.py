@@ -44,6 +44,7 @@ class Fleet:
         self._settings = settings
         self._gpus = gpus
         self._views: dict[str, InstanceView] = {}
+        self.purged: list[str] = []
         self.on_views_changed: Callable[[list[InstanceView]], None] = lambda views: None
 
     async def create(self, request: InstanceSpec) -> InstanceView:
@@ -90,8 +91,10 @@ class Fleet:
         update = UpdateView(state="done" if wait else "rolling", changes=tuple(sorted(changes)))
         return self.put(replace(view, spec=with_changes(view.spec, changes), update=update))
 
-    async def delete(self, name: str) -> InstanceView:
+    async def delete(self, name: str, *, purge: bool = False) -> InstanceView:
         view = self.get(name)
+        if purge:
+            self.purged.append(name)
         del self._views[name]
         self.on_views_changed(self.list())
         return view

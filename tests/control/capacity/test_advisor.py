@@ -17,7 +17,7 @@ from teimgr.control.ledger.ledger import Footprint, Ledger, Place
 from teimgr.control.placement.gpus import Inventory
 from teimgr.control.supervision.validation import with_changes
 from teimgr.errors import InstanceNotFound, ObjectNotFound
-from teimgr.spec import Incident, InstanceSpec, InstanceView, State, WorkerView
+from teimgr.spec import Incident, InstanceSpec, InstanceView, State, UpdateView, WorkerView
 
 MIB = 2**20
 
@@ -38,12 +38,15 @@ class Fleet:
         self.has_worker = False  # by its view
         self.notes: list[Incident] = []
         self.time = 0.0
+        self.last_update: UpdateView | None = None
 
     def get(self, name: str) -> InstanceView:
         if self.spec is None or name != "a":
             raise InstanceNotFound(name)
         there = WorkerView(replica=0, role="serving", state=State.RUNNING, incarnation="1")
-        return InstanceView(spec=self.spec, state=State.RUNNING, workers=(there,) if self.has_worker else ())
+        return InstanceView(
+            spec=self.spec, state=State.RUNNING, workers=(there,) if self.has_worker else (), update=self.last_update
+        )
 
     async def update(self, name: str, changes: Mapping[str, Any]) -> InstanceView:
         assert self.spec is not None
@@ -137,6 +140,20 @@ async def test_keys_that_someone_has_changed_since_stay_as_they_are() -> None:
     assert setup.state()[0] == "superseded"
     assert setup.fleet.spec is not None
     assert setup.fleet.spec.idle_timeout_secs == 7
+
+
+async def test_one_whose_update_failed_is_refused_with_the_reason_and_an_event() -> None:
+    """Its 202 was followed by a line of the log alone."""
+    setup = Setup()
+    before = setup.fleet.spec
+    await setup.applied()
+    [record] = setup.advisor.applied()
+    setup.fleet.last_update = UpdateView(state="failed", changes=tuple(record.patch), reason="no room on any host")
+    setup.fleet.spec = before
+    await setup.advisor.judge()
+    assert setup.state() == ("refused", "no room on any host")
+    assert [each.event for each in setup.fleet.notes] == ["applied", "refused"]
+    assert setup.fleet.notes[1].reason.startswith("idle.a: load = on_demand")
 
 
 async def test_a_deleted_instance_ends_its_record() -> None:

@@ -74,7 +74,7 @@ def test_a_life_is_told_step_by_step() -> None:
         "failed",
         "deleted",
     ]
-    of_others = {"unloaded", "evicted", "war", "scaled", "applied", "taken_back", "update_failed"}
+    of_others = {"unloaded", "evicted", "war", "scaled", "applied", "refused", "taken_back", "update_failed"}
     of_others |= {"reloaded", "reload_refused"}
     assert set(told) == set(EVENTS) - of_others
     (crashed,) = [event for event in events.since(0) if event.event == "crashed"]

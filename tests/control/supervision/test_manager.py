@@ -30,6 +30,7 @@ from teimgr.errors import (
     Code,
     InstanceExists,
     InstanceNotFound,
+    Internal,
     ModelNotFound,
     NotRunning,
     Overloaded,
@@ -748,6 +749,49 @@ async def test_the_log_of_the_next_instance_of_a_name_is_not_the_one_that_is_set
     await fleet.create(load="on_demand", by_call=True)
     log_file.write_text("second")
     assert (log_file.parent / logs.GONE / "a.log").read_text() == "first"
+
+
+async def test_a_purge_removes_the_logs_of_that_instance_alone(fleets: Fleets) -> None:
+    fleet = fleets()
+    await fleet.manager.boot()
+    folder, crashes = fleet.settings.log_dir, fleet.settings.log_dir / "crashes"
+    crashes.mkdir(parents=True)
+    mine = [folder / "a.log", folder / "a.log.1", crashes / "a-0-20261121T120000.000000Z.json"]
+    others = [folder / "a.log.log", folder / "a-0.log", crashes / "a-0-0-20261121T120000.000000Z.json"]
+    for path in (*mine, *others):
+        path.write_text("{}")
+    await fleet.create(load="on_demand")
+    await fleet.manager.delete("a", purge=True)
+    assert [path for path in (*mine, *others) if path.exists()] == others
+
+
+async def test_a_purge_removes_the_logs_before_another_instance_may_have_the_name(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fleets()
+    await fleet.manager.boot()
+    removing, disk_answers = threading.Event(), threading.Event()
+
+    def remove(folder: Path, name: str) -> None:
+        removing.set()
+        assert disk_answers.wait(LIMIT_S)
+        raise PermissionError(f"{name}.log: not permitted")
+
+    monkeypatch.setattr(manager_module, "remove_logs", remove)
+    await fleet.create(load="on_demand")
+    deletion = asyncio.create_task(fleet.manager.delete("a", purge=True))
+    await asyncio.to_thread(removing.wait, LIMIT_S)
+    second = asyncio.create_task(fleet.manager.delete("a", purge=True))
+    try:
+        with pytest.raises(InstanceExists):
+            await fleet.create(load="on_demand")
+    finally:
+        disk_answers.set()
+    with pytest.raises(Internal, match=r"not all of its logs: a\.log: not permitted"):
+        await deletion
+    with pytest.raises(InstanceNotFound):
+        await second
+    assert fleet.manager.list() == []
 
 
 async def test_a_disk_that_does_not_answer_holds_no_name_of_a_model_that_calls_made(

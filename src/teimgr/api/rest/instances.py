@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,12 +28,10 @@ from teimgr.api.rest.schemas import (
     read_json,
 )
 from teimgr.config.instance_limits import check_bounds, check_restricted
-from teimgr.config.settings import Settings
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.validation import with_changes
 from teimgr.errors import Forbidden, InvalidConfig, PortConflict, error_from_code
 from teimgr.http.auth.policy import Caller, caller_of
-from teimgr.observability.logs import remove_logs
 from teimgr.spec import InstanceSpec, InstanceView, State
 
 log = logging.getLogger(__name__)
@@ -140,13 +137,10 @@ async def get_instance(name: str, manager: ManagerDep, gpus: GpuReportDep) -> Re
 @router.delete("/instances/{name}", response_model=DeletedInstance, responses=UNKNOWN)
 async def delete_instance(request: Request, name: str, manager: ManagerDep, purge: Purging = False) -> Response:
     """Stop and remove an instance; the answer is its last state. Its log stays, unless `purge`."""
-    view, reloader = await manager.delete(name), request.app.state.reloader
+    view, reloader = await manager.delete(name, purge=purge), request.app.state.reloader
     notice = reloader.notice_of_missing(name) if reloader else None
     if notice:
         log.warning(notice)
-    if purge:
-        settings: Settings = request.app.state.settings
-        await asyncio.to_thread(remove_logs, settings.log_dir, name)
     return answer(instance_info(view) | ({"notice": notice} if notice else {}))
 
 

@@ -65,7 +65,7 @@ class AppliedInfo(BaseModel):
     window_secs: float
     until: float = Field(description="when it is judged, in Unix time")
     extensions: int = Field(description="windows that were added as too little was computed")
-    state: Literal["watched", "kept", "taken_back", "superseded"]
+    state: Literal["watched", "kept", "taken_back", "refused", "superseded"]
     result: str | None
 
 
@@ -104,7 +104,8 @@ async def apply_recommendation(
 ) -> Response:
     """Send the PATCH of a recommendation. It is judged after `window_secs`, and taken back where it brought nothing.
 
-    The event `taken_back` then has the figures. The answer does not wait for the change.
+    The event `taken_back` then has the figures. The answer does not wait for the change: the event `refused`, and the
+    state in GET /recommendations, tell of one whose workers did not start.
     """
     if instance := id.partition(".")[2]:
         caller_of(request.scope).require_instance(instance)

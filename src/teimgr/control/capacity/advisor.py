@@ -55,8 +55,8 @@ class Fleet(Protocol):
 class Applied:
     """A recommendation that was applied; `before` has the keys as they were, `until` is when it is judged (Unix time).
 
-    `state` is `watched`, `kept`, `taken_back`, or `superseded` where someone changed the keys meanwhile; `result` says
-    why.
+    `state` is `watched`, `kept`, `taken_back`, `refused` where its update failed, or `superseded` where someone changed
+    the keys meanwhile; `result` is the reason.
     """
 
     id: str
@@ -217,8 +217,12 @@ class Advisor:
     async def _judge(self, record: Applied, view: InstanceView, cards: Inventory) -> None:
         now = {name: getattr(view.spec, name) for name in record.patch}
         if now != record.patch:
-            failed = view.update is not None and view.update.state == "failed"
-            record.ends("superseded", f"{_words(now)} since: {'the update failed' if failed else 'changed by someone'}")
+            update = view.update
+            if update and update.state == "failed" and {*update.changes} == {*now} and now == record.before:
+                record.ends("refused", update.reason or "the update failed")
+                self._tell(record, "refused", f"{_words(record.patch)} is not applied: {record.result}")
+            else:
+                record.ends("superseded", f"{_words(now)} since: changed by someone")
             return
         if self._clock() < record.until:
             return

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Container, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from teimgr.config.instance_keys import check_instance
@@ -41,6 +42,7 @@ from teimgr.errors import (
     Code,
     InstanceExists,
     InstanceNotFound,
+    Internal,
     InvalidConfig,
     InvalidInstanceName,
     MaxInstancesReached,
@@ -52,7 +54,7 @@ from teimgr.errors import (
 )
 from teimgr.files import code_id
 from teimgr.observability import catalogue
-from teimgr.observability.logs import set_log_aside
+from teimgr.observability.logs import remove_logs, set_log_aside
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import (
     A_CALL,
@@ -739,41 +741,54 @@ class Manager:
             self._records.ordered(instance.spec.name)
             await instance.update({}, restart=True)
 
-    async def delete(self, name: str) -> InstanceView:
+    async def delete(self, name: str, *, purge: bool = False) -> InstanceView:
         """Stop and remove an instance; returns its last view when its processes are gone.
 
-        Its log file stays; that of an instance that calls have made is set aside (`set_log_aside`).
+        With `purge` its logs are removed; else they stay, and those of an instance that calls have made are set aside
+        (`set_log_aside`).
 
         Raises:
-            InstanceNotFound.
+            InstanceNotFound; with `purge` also if another call has deleted it meanwhile.
+            Internal: it is deleted, but its logs are not.
         """
         instance = await self._adopted_instance(name, also_deleted=True)
-        return await self._turns.carry_out(self._delete(instance), f"deletion of {name}")
+        return await self._turns.carry_out(self._delete(instance, purge), f"deletion of {name}")
 
-    async def _delete(self, instance: ManagedInstance) -> InstanceView:
+    async def _delete(self, instance: ManagedInstance, purge: bool = False) -> InstanceView:
         name = instance.spec.name
+        problem = None
         async with self._turns.of(name):
             if self._instances.get(name) is not instance:  # another call has deleted it meanwhile
+                if purge:  # the logs may be another instance's by now
+                    raise InstanceNotFound(name)
                 return instance.view()
             async with self._state.planning(name, lambda spec: None):
                 self._records.ordered(name)
                 await instance.accept(Command.DELETE)
                 view = await instance.settle()
                 await instance.ended()
-                if is_by_call := instance.spec.by_call:  # callers choose the names
-                    await self._set_log_aside(name)
+                if (is_by_call := instance.spec.by_call) or purge:  # callers choose the names
+                    problem = await self._end_logs(name, remove_logs if purge else set_log_aside)
                 self._forget(name, instance)
                 if is_by_call:
                     self._records.metrics.drop(name)
         self._records.metrics.count(catalogue.DELETED, "(by calls)" if is_by_call else name)
         self._keep_few_series(name)
+        if purge and problem:
+            raise Internal(f"Instance '{name}' is deleted, but not all of its logs: {problem}")
         return view
 
-    async def _set_log_aside(self, name: str) -> None:
-        """Set the log aside while the name is taken: the next worker of that name has its own log open."""
-        with suppress(OSError):  # such as a full disk, or one that does not answer, for which no call is refused
+    async def _end_logs(self, name: str, work: Callable[[Path, str], None]) -> str | None:
+        """Set logs aside or remove them while the name is taken: the next worker of that name has its own log open.
+
+        The result is a problem, such as a disk that is full or does not answer, for which no call is refused.
+        """
+        try:
             async with asyncio.timeout(_LOG_LIMIT_S):
-                await asyncio.to_thread(set_log_aside, self._settings.log_dir, name)
+                await asyncio.to_thread(work, self._settings.log_dir, name)
+        except OSError as error:
+            return str(error) or f"the disk does not answer within {_LOG_LIMIT_S:g} s"
+        return None
 
     def _keep_few_series(self, deleted: str) -> None:
         """Drop the series of an instance that was deleted long ago, as callers choose the names."""
