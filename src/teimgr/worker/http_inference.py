@@ -218,6 +218,30 @@ def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) 
     return found if is_sure and found is not None else json_scan.completed(_reparse(kind, body, body_format, found))
 
 
+# Fields that carry images, sounds or a chat, in one API or another.
+_MEDIA = frozenset(
+    (
+        *("image", "images", "image_url", "image_urls", "audio", "audios", "audio_url", "audio_urls", "input_audio"),
+        *("video", "videos", "video_url", "video_urls", "multi_modal_data", "messages"),
+    )
+)
+
+
+class NotOfRoute(BadRequest):
+    """A field whose images, sounds or chat the route does not read: without them the answer would be another."""
+
+
+def _check_media(kind: type[Body], value: Any) -> None:
+    if not isinstance(value, dict) or _MEDIA.isdisjoint(value):
+        return
+    for name in sorted(_MEDIA & value.keys() - kind.model_fields.keys()):
+        if value[name] not in (None, "", [], {}):
+            message = (
+                f"{name}: this route does not read it; /v1/embeddings takes images and sounds, and /v1/rerank images"
+            )
+            raise NotOfRoute(400, message, name)
+
+
 def decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
     """The body by orjson and pydantic alone; raises as `parse`, but for the sentences of the format's own parser."""
     is_large = _is_large(body)
@@ -225,6 +249,7 @@ def decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
         value = (body_format.decode_large if is_large else body_format.decode)(body)
     except (ValueError, RecursionError) as error:
         raise broken_text(body) or BadRequest(400, body_format.undecodable.format(error)) from error
+    _check_media(kind, value)
     if is_large:
         return _validated_large(kind, value)
     try:
@@ -256,6 +281,8 @@ def _parse_quickly(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> 
         return decoded(kind, body, body_format), True
     try:
         found = decoded(kind, body, body_format)
+    except NotOfRoute:
+        raise
     except BadRequest:
         return None, False
     return found, body_format.is_ambiguous is None or not body_format.is_ambiguous(kind, body)

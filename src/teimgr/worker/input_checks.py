@@ -9,7 +9,7 @@ from teimgr.engine.job import Input as EngineInput
 from teimgr.engine.job import MediaFile, are_texts
 from teimgr.errors import EmptyInput, WrongModelKind
 from teimgr.models.source import shown_id
-from teimgr.spec import LoadedModel
+from teimgr.spec import Kind, LoadedModel
 from teimgr.worker import http_inference as http
 
 
@@ -54,6 +54,11 @@ def need_kind(model: LoadedModel, kinds: Sequence[str], doing: str) -> None:
     """Raises WrongModelKind where the model is of none of `kinds`."""
     if model.kind not in kinds:
         raise WrongModelKind(f"The model '{shown_id(model.model_id)}' is of kind {model.kind} and does not do {doing}")
+
+
+def ranks_images(model: LoadedModel) -> bool:
+    """Whether documents, images among them, are ranked by the model's vectors."""
+    return "image" in model.modalities and model.kind in (Kind.EMBEDDING, Kind.MULTI_VECTOR)
 
 
 def text_of_parts(parts: list[Any]) -> str | None:

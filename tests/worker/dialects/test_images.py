@@ -203,3 +203,34 @@ async def test_a_model_of_images_alone_embeds_them_in_each_form(ask: Asking) -> 
     assert (await ask.post("/v1/rerank", query)).ok["results"][0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
     assert (await ask.get("/v1/models/dinov2")).ok["inputs"] == ["image"]
     assert '"modalities":["image"]' in await ask.own_text("dinov2", "/info")
+
+
+_TEXTS = {"inputs": TEXT, "input": TEXT, "texts": [TEXT], "text": TEXT, "prompt": TEXT, "query": TEXT}
+UNREAD = [
+    *(("clip", path) for path in ("/api/embed", "/api/embeddings", "/v1/embeddings", "/voyage/v1/embeddings")),
+    *(("clip", path) for path in ("/infinity/embeddings", "/jina/v1/embeddings", "/v1/rerank", "/score", "/pooling")),
+    *(
+        ("clip", f"/instances/clip{path}")
+        for path in ("/embed", "/rerank", "/v1/embeddings", "/tokenize", "/similarity")
+    ),
+    *(("classifier", path) for path in ("/classify", "/v1/classify", "/instances/classifier/predict")),
+    *(("clip", path) for path in ("/tokenize", "/v1/tokenize")),
+]
+
+
+@pytest.mark.parametrize(("model", "path"), UNREAD, ids=[path for _, path in UNREAD])
+async def test_an_image_in_a_field_that_a_route_does_not_read_is_refused_by_name(
+    ask: Asking, model: str, path: str
+) -> None:
+    """Ollama ignores it, and so would the answer be of the text alone."""
+    body = {"model": model, **_TEXTS, "documents": [TEXT], "images": [PLAIN]}
+    told = await ask.post(path, body)
+    assert told.status in (400, 422), (told.status, told.body[:300])
+    assert "images: this route does not read it" in told.body.decode()
+    assert "does not read" not in (await ask.post(path, body | {"images": []})).body.decode()
+
+
+async def test_classify_refuses_a_chat_by_name(ask: Asking) -> None:
+    told = await ask.post("/classify", {"model": "classifier", "messages": message(TEXT)})
+    assert told.status == 400
+    assert "messages: this route does not read it" in told.body.decode()

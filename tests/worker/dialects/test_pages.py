@@ -157,6 +157,20 @@ async def test_pages_are_ranked_by_their_best_matches_and_pictures_by_their_cosi
         assert np.allclose([one["relevance_score"] for one in results], sorted(expected)[:0:-1], rtol=1e-4)
 
 
+async def test_texts_alone_are_ranked_as_beside_images(ask: Asking) -> None:
+    """By the cosines of CLIP's vectors."""
+    query, *documents = vectors = np.array(await ask.own_port("clip", "/embed", {"inputs": ["a", "fog", "the fox"]}))
+    ranked = await ask.own_port("clip", "/rerank", {"query": "a", "texts": ["fog", "the fox"], "return_text": True})
+    body = {"model": "clip", "query": "a", "documents": ["fog", {"text": "the fox"}], "max_tokens_per_doc": 9}
+    results = (await ask.post("/v1/rerank", body)).ok["results"]
+    for row, text in enumerate(["fog", "the fox"]):
+        assert next(one for one in ranked if one["index"] == row)["text"] == text
+        for found in (ranked, results):
+            [score] = [one.get("score", one.get("relevance_score")) for one in found if one["index"] == row]
+            assert score == pytest.approx(float(query @ documents[row]), abs=1e-5)
+    assert vectors.shape[0] == 3
+
+
 async def test_teis_rerank_takes_items_of_a_type(ask: Asking) -> None:
     """A page model by best matches, CLIP by cosine; the query may be an image too."""
     query, pages = await of_query(ask), [await matrix(ask, row) for row in range(len(FILES))]
@@ -203,6 +217,9 @@ IMAGE = {"data": PLAIN[0]}
         ("/v1/encode/dense", {"items": [{"video": {}}]}, "items.0: video and documents are not supported"),
         ("/v1/rerank", {"model": "reranker", "query": "a", "documents": DOCUMENTS["Jina"]}, "only text is supported"),
         ("/v1/rerank", {"model": "pages", "query": "a", "documents": ["b", *DOCUMENTS["Jina"]]}, "send an image"),
+        ("/v1/rerank", {"model": "pages", "query": "a", "documents": ["b", "c"]}, "send an image"),
+        ("/instances/pages/rerank", {"query": "a", "texts": ["b", "c"]}, "send an image"),
+        ("/instances/dinov2/rerank", {"query": "a", "texts": ["b", "c"]}, "send an image"),
         ("/embed", {"model": "pages", "inputs": [TYPED[0]]}, "one vector per text"),
         ("/pooling", {"model": "dense", "messages": chat(DOCUMENTS["vLLM"][0]["content"][0])}, "only text is"),
         ("/pooling", {"model": "judge", "messages": chat({"type": "text", "text": "a"})}, "send `input`"),

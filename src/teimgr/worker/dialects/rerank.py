@@ -172,6 +172,8 @@ def handler(form: RerankForm) -> http.HttpHandler:
         texts = await inference.truncated(await _texts(inference, body), body.max_tokens_per_doc)
         left = body.truncation_side == "left"
         texts = await fitted_documents(inference, [body.query], texts, body.truncate_prompt_tokens, left=left)
+        if texts and input_checks.ranks_images(inference.served.model):  # the same way where none of them is one
+            return await _rank(inference, body, answers, body.query, texts)
         try:
             return await inference.respond(lambda served: _job(body, texts, answers, served))
         except InputTooLong as error:
@@ -193,6 +195,12 @@ async def _rank_items(inference: http.HttpInference, body: RerankRequest, form: 
     query, *inputs = await images.read_all(inference, [_item(body.query, "query"), *items], first=-1)
     if not inputs:
         raise EmptyInput("`documents` cannot be empty")
+    return await _rank(inference, body, form, query, inputs)
+
+
+async def _rank(
+    inference: http.HttpInference, body: RerankRequest, form: RerankForm, query: Input, inputs: Sequence[Input]
+) -> HttpReply:
     served = inference.served
     by_default = served.spec.auto_truncate and not (form.refuses and served.model.kind == Kind.RERANKER)
     truncate = by_default if body.truncation is None else body.truncation

@@ -27,7 +27,7 @@ from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.json_scan import Steps, copied, mentions
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
-from teimgr.worker import images, scores
+from teimgr.worker import images, input_checks, scores
 from teimgr.worker.dialects import tei_bodies
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
 from teimgr.worker.dialects.rerank import relevance
@@ -592,7 +592,9 @@ def _inference(kind: type[http.InferenceRequest] | None = None) -> http.HttpHand
         body = await inference.read(request, kind or _default_task(inference.served.model), TEI_BODY)
         if isinstance(body, TeiItemsRequest):
             return await _respond_to_items(inference, body)
-        if isinstance(body, TeiRerankItemsRequest):
+        if isinstance(body, TeiRerankRequest) and (
+            isinstance(body, TeiRerankItemsRequest) or input_checks.ranks_images(inference.served.model)
+        ):
             return await _rank_items(inference, body)
         return await inference.respond(body.job, timings=True)
 
@@ -608,7 +610,7 @@ async def _respond_to_items(inference: http.HttpInference, body: TeiItemsRequest
     return await inference.respond(partial(body.job_of, inputs), timings=True)
 
 
-async def _rank_items(inference: http.HttpInference, body: TeiRerankItemsRequest) -> HttpReply:
+async def _rank_items(inference: http.HttpInference, body: TeiRerankRequest) -> HttpReply:
     """By a reranker that reads texts and images, or by the vectors of a model that embeds both."""
     served = inference.served
     if not body.texts:
