@@ -171,6 +171,13 @@ def _padding(metadata: ModelMetadata) -> str:
         raise ModelLoadFailed(
             "tokenizer_config.json pads texts on the left; the model was trained with padding on the right"
         )
+    processing = metadata.settings.get("processing_kwargs") or {}
+    for how in (processing.get("common") or {}, processing.get("text") or {}):
+        if how.get("padding", True) in (False, "do_not_pad"):
+            raise ModelLoadFailed(
+                f"processing_kwargs of sentence_bert_config.json has padding = {how['padding']!r}; the model was "
+                "trained with padded texts, which alone are served: remove the setting"
+            )
     by_default = "<pad>" if metadata.config["model_type"] == "siglip2" else "</s>"  # of the library's tokenizers
     return metadata.tokens.text("pad_token") or by_default
 

@@ -24,7 +24,7 @@ from tests.support.models.dual_encoders import (
     file_of,
     noise,
 )
-from tests.support.models.files import edit, read, write
+from tests.support.models.files import edit, read, write, write_modules
 from tests.support.native import needs_native_forward
 
 from teimgr.engine.job import Lane, Output
@@ -187,6 +187,17 @@ def test_settings_of_calls_in_the_layout_of_sentence_transformers_make_the_pictu
         edit(settings, processing_kwargs={"image": given})
         with pytest.raises(ModelLoadFailed, match=named):
             Served(folder)
+
+
+@pytest.mark.parametrize("padding", [False, "do_not_pad"])
+def test_a_siglip_whose_files_leave_texts_unpadded_is_refused(padding: Any, tmp_path: Path) -> None:
+    folder = build_siglip(tmp_path / "siglip")
+    write_modules(folder, "sentence_transformers.base.modules.transformer.Transformer")
+    write(folder / "sentence_bert_config.json", {"processing_kwargs": {"text": {"padding": "max_length"}}})
+    assert read_layout(folder).dual is not None
+    write(folder / "sentence_bert_config.json", {"processing_kwargs": {"text": {"padding": padding}}})
+    with pytest.raises(ModelLoadFailed, match=f"has padding = {padding!r}"):
+        read_layout(folder)
 
 
 @pytest.mark.parametrize("factor", [None, "1/255", float("inf"), True])

@@ -453,3 +453,27 @@ async def test_a_token_classifier_pools_a_probability_per_label_and_token(ask: A
     assert np.min(logits.json["data"][0]["data"]) < 0
     refused = await ask.post("/pooling", {"model": "entities", "input": text, "task": "embed"})
     assert (refused.status, b"token classifier" in refused.body) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": TEXTS}),
+        ("/v1/embeddings", {"input": [{"text": "a"}]}),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/pooling", {"input": TEXTS}),
+        ("/pooling", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+async def test_texts_without_the_padding_that_a_model_was_trained_with_are_refused(
+    ask: Asking, path: str, body: dict[str, Any]
+) -> None:
+    """Of a SigLIP, whose vector would be another; elsewhere padding changes nothing."""
+    for padding, status in (("do_not_pad", 400), ("max_length", 200), (None, 200)):
+        told = await ask.post(path, {"model": "naflex", **body, "padding": padding})
+        assert told.status == status, told
+    assert (
+        "padding: do_not_pad is not supported"
+        in (await ask.post(path, {"model": "naflex", **body, "padding": "do_not_pad"})).body.decode()
+    )
+    assert (await ask.post(path, {"model": "clip", **body, "padding": "do_not_pad"})).status == 200

@@ -130,6 +130,7 @@ class DualTokenizer(PictureTokenizer):
         self._end_id = layout.dual.end_id
         self._padding_id: int | None = None
         if (token := layout.dual.padding_token) is not None:
+            self.pads_texts = True
             self._padding_id = self.library.token_to_id(token)
             if self._padding_id is None:
                 raise ModelLoadFailed(f"the padding token {token} is not a token of the tokenizer")

@@ -165,6 +165,8 @@ class TextTokenizer:
     with routes have their own tokenizer, of at most `most_of_query` tokens.
     """
 
+    pads_texts = False  # as of a model that was trained to read the padding of texts
+
     def __init__(self, layout: Layout, max_length: int, most_of_query: int | None = None) -> None:
         self._queries = _query_tokenizer(layout, most_of_query or max_length)
         tokenizer = load_tokenizer(layout)

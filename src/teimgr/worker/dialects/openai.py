@@ -55,6 +55,20 @@ _NOT_SERVED = {
 _NOT_BESIDE_IMAGES = ("mm_processor_kwargs", "media_io_kwargs", "chat_template", "chat_template_kwargs")
 
 
+Padding = Annotated[
+    Literal["max_length", "do_not_pad"] | None, Field(description="vLLM's: what the model reads; the other is refused")
+]
+
+
+def check_padding(inference: http.HttpInference, padding: str | None) -> None:
+    """Raises BadRequest for a padding of texts that changes what the model was trained to read."""
+    if padding == "max_length" and inference.served.model.fused:
+        raise http.BadRequest(400, "padding: max_length is not supported: the model reads no padding", "padding")
+    if padding == "do_not_pad" and inference.dispatcher.engine.tokenizer.pads_texts:
+        message = "padding: do_not_pad is not supported: the model was trained with padded texts"
+        raise http.BadRequest(400, message, "padding")
+
+
 class MediaOptions(http.LenientBody):
     """vLLM's fields that change how images and chats are read, none of which is supported: refused beside these."""
 
@@ -75,9 +89,9 @@ class ChatRequest(MediaOptions):
     """vLLM's `messages` in place of an input, and its fields about chats."""
 
     messages: Any = None
+    padding: Padding = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    padding: Literal["max_length", "do_not_pad"] | None = None
     instruction: Any = None
 
     def refuse_beside_images(self) -> None:
@@ -96,11 +110,10 @@ class ChatRequest(MediaOptions):
         if given is not None:
             raise http.BadRequest(400, f"messages: {_NOT_SERVED['messages']}", "messages")
         self.refuse_beside_images()
+        check_padding(inference, self.padding)
         end = images.ChatEnd(self.add_generation_prompt, self.continue_final_message)
         if not inference.served.model.fused:  # and has no chat, whose end it could be
             end = images.ChatEnd()
-        elif self.padding == "max_length":
-            raise http.BadRequest(400, "padding: max_length is not supported: the model reads no padding", "padding")
         read = partial(images.item_of_conversation, end=end)
         if images.is_conversations(self.messages):
             return await images.built(inference, self.messages, "messages", read, limit)
@@ -139,6 +152,7 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     truncation_side: Side = None
     embed_dtype: EmbedDtype = "float32"
     endianness: Endianness = "native"
+    padding: Padding = None
     messages: Annotated[
         Any,
         Field(description="in place of `input`: a message, or a list of conversations of one, with texts or images"),
@@ -238,6 +252,7 @@ class OpenAIItemsRequest(ChatRequest, OpenAIEmbeddingsRequest):
         if self.messages is not None:
             return await self.chats(inference, self.input, BATCH_LIMIT)
         self.refuse_beside_images()
+        check_padding(inference, self.padding)
         given = self.input if isinstance(self.input, list) else [self.input]
         return await images.built(inference, given, "input", self._item, BATCH_LIMIT)
 
@@ -353,6 +368,7 @@ async def embeddings(inference: http.HttpInference, request: HttpRequest) -> Htt
         raise
     if body.modality != "text":
         return await _embed_items(inference, request)
+    check_padding(inference, body.padding)
     body.refuse_unsupported()
     return await _embed(inference, request, body, inference.inputs(body.input, BATCH_LIMIT))
 

@@ -158,6 +158,7 @@ class VllmPoolingRequest(VllmRequest):
     normalize: bool | None = None
     dimensions: Annotated[http.U32 | None, Field(description="leading dimensions to keep")] = None
     pool_factor: http.PoolFactor = 1.0
+    padding: openai.Padding = None
     messages: Annotated[
         Any,
         Field(description="in place of `input`, for embed and token_embed: as in /v1/embeddings"),
@@ -241,6 +242,7 @@ async def _pooling(inference: http.HttpInference, request: HttpRequest) -> HttpR
         return await _pool(inference, chats, await _inputs_of_chats(inference, chats))
     if body.messages:
         raise http.BadRequest(400, "messages: contradict `input`; send one of the two", "messages")
+    openai.check_padding(inference, body.padding)
     inputs = await fitted(inference, inference.inputs(body.input), body.truncate_prompt_tokens, left=body.left)
     return await _pool(inference, body, inputs)
 
