@@ -21,7 +21,7 @@ from tests.support.small_servers import DIM, INSTANCE, Multiplexer, vector_of
 
 from teimgr.client import Client
 from teimgr.client.corpus import EmbeddedFile, embed_file, job
-from teimgr.errors import InvalidConfig, Refused, SpaceDiffers, Unavailable
+from teimgr.errors import InstanceNotFound, InvalidConfig, Refused, SpaceDiffers, Unavailable
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.wire.spaces import PRECISION_KEY, SPACE_KEY
 
@@ -31,7 +31,7 @@ LIMIT_S = 60
 async def embed(url: str, source: Path, output: Path, **options: Any) -> EmbeddedFile:
     def body() -> EmbeddedFile:
         with Client(grpc=url) as client:
-            return embed_file(client, source, output, instance=INSTANCE, **options)
+            return embed_file(client, source, output, **({"instance": INSTANCE} | options))
 
     return await asyncio.wait_for(asyncio.to_thread(body), LIMIT_S)
 
@@ -139,6 +139,25 @@ async def test_an_empty_file_gives_an_empty_file(mux_url: str, tmp_path: Path) -
     for suffix in (".parquet", ".arrow", ".npy"):
         done = await embed(mux_url, texts_file(tmp_path, 0), tmp_path / f"v{suffix}")
         assert (done.rows, len(vectors(tmp_path / f"v{suffix}"))) == (0, 0)
+
+
+async def test_a_source_is_not_replaced_by_its_vectors(mux_url: str, tmp_path: Path) -> None:
+    source, link = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    pq.write_table(pa.table({"text": ["a"]}), source)
+    link.symlink_to(source)
+    for output in (source, link):
+        with pytest.raises(Refused, match="is the source"):
+            await embed(mux_url, source, output, overwrite=True)
+    assert pq.read_table(source).column_names == ["text"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+async def test_a_run_that_was_refused_is_corrected_by_the_next(mux_url: str, tmp_path: Path) -> None:
+    source, output = texts_file(tmp_path, 3), tmp_path / "v.npy"
+    with pytest.raises(InstanceNotFound):
+        await embed(mux_url, source, output, instance="nope")
+    assert [each.name for each in tmp_path.iterdir()] == ["texts.txt"]
+    await embed(mux_url, source, output)
 
 
 class Breaking(Multiplexer):

@@ -111,6 +111,8 @@ def embed_file(
     if restart:
         discard(output, failures)
     partial = PartialOutput(output, failures, _identity(texts, form, options))
+    if output.exists() and source.exists() and output.samefile(source):
+        raise Refused(f"{output} is the source, and would be replaced by its vectors; name another output")
     if output.exists() and not overwrite and not partial.journal_path.exists():
         raise Refused(f"{output} exists; --overwrite replaces it")
     with partial:

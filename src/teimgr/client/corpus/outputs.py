@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -27,16 +30,20 @@ def write_output(path: Path, batches: Iterable[pa.RecordBatch], rows: int, finge
     """Write all batches to `path` by its suffix, atomically; `rows` is their sum. Memory is that of some batches.
 
     NumPy takes the vectors alone, [rows, dim], NaN where a row failed, so their fingerprint goes into a file beside.
+
+    Raises:
+        InvalidConfig: the disk refused; the file at `path` is unchanged.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    _WRITERS[path.suffix.lower()](temporary, iter(batches), rows)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    if path.suffix.lower() == ".npy" and fingerprint:
-        space, _, precision = fingerprint.partition("/")
-        content = json.dumps({"space": space, "precision": precision}).encode()
-        write_atomically(path.with_name(f"{path.name}.space.json"), content + b"\n")
-    temporary.replace(path)
+    with _disk(temporary):
+        _WRITERS[path.suffix.lower()](temporary, iter(batches), rows)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        if path.suffix.lower() == ".npy" and fingerprint:
+            space, _, precision = fingerprint.partition("/")
+            content = json.dumps({"space": space, "precision": precision}).encode()
+            write_atomically(path.with_name(f"{path.name}.space.json"), content + b"\n")
+        temporary.replace(path)
 
 
 def _parquet(path: Path, batches: Iterator[pa.RecordBatch], rows: int) -> None:
@@ -104,15 +111,24 @@ def _empty() -> pa.Table:
 
 
 _VERSION = 1
-_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+class _Done(NamedTuple):
+    """Whole batches and where they end: rows, those of them without a vector, bytes of the data and of the failures."""
+
+    rows: int = 0
+    failed: int = 0
+    data_bytes: int = 0
+    failure_bytes: int = 0
 
 
 class PartialOutput:
     """Append batches and failures, and `commit`. One process at a time; used as `with`.
 
+    What is done is one record, replaced when a batch and its failures are written. A commit writes that record, so an
+    interruption or a full disk at any point leaves a journal that fits the files: bytes after its ends are cut off.
+
     Attributes:
-        rows: Complete rows, failed ones included.
-        failed: Those of them without a vector.
         fingerprint: The space and the precision of the vectors, empty before the first and where no server tells it.
     """
 
@@ -121,57 +137,64 @@ class PartialOutput:
         self.data_path = output.with_name(f"{output.name}.partial")
         self.journal_path = output.with_name(f"{output.name}.journal")
         self.failures_path = failures
-        self.rows = self.failed = 0
         self.fingerprint = ""
         self._job = dict(job)
-        self._lock: int | None = None
-        self._data: BinaryIO
-        self._failures: BinaryIO
-        self._has_schema = False
+        self._done = _Done()
+        self._held = ExitStack()
+        self._data: FileIO
+        self._failures: FileIO
+
+    @property
+    def rows(self) -> int:
+        """Complete rows, failed ones included."""
+        return self._done.rows
+
+    @property
+    def failed(self) -> int:
+        """Those of them without a vector."""
+        return self._done.failed
 
     def __enter__(self) -> Self:
         """Lock the files, and go on after the last commit.
 
         Raises:
             Refused: another process writes this output, or an unfinished one of another job is there.
-            InvalidConfig: the folder cannot be written.
+            InvalidConfig: the folder cannot be written, or the files are not those of the journal.
         """
-        try:
-            self._lock = lock_file(self.data_path)
-        except OSError as error:
-            raise InvalidConfig(f"{self.data_path}: {error.strerror}") from error
-        if self._lock is None:
-            raise Refused(f"{self.data_path}: another process is writing it")
-        try:
+        with ExitStack() as held:
+            with _disk(self.data_path):
+                lock = lock_file(self.data_path)
+            if lock is None:
+                raise Refused(f"{self.data_path}: another process is writing it")
+            held.callback(os.close, lock)
             done = self._journal()
-        except BaseException:
-            os.close(self._lock)
-            raise
-        self.rows, self.failed = done.get("rows", 0), done.get("failed", 0)
-        self.fingerprint = done.get("fingerprint", "")
-        self._data = _opened_at(self.data_path, done.get("data_bytes", 0))
-        self._failures = _opened_at(self.failures_path, done.get("failure_bytes", 0))
-        self._has_schema = self._data.tell() > 0
+            self._done = _Done(*(done.get(name, 0) for name in _Done._fields))
+            self.fingerprint = done.get("fingerprint", "")
+            self._data = held.enter_context(_opened_at(self.data_path, self._done.data_bytes))
+            self._failures = held.enter_context(_opened_at(self.failures_path, self._done.failure_bytes))
+            deque(self._stored(), maxlen=0)  # quick: memory is mapped, and vectors are not read
+            self._held = held.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._data.close()
-        self._failures.close()
-        assert self._lock is not None
-        os.close(self._lock)
+        with self._held:
+            if error is not None and not self.rows:  # nothing to go on with
+                self.remove()
 
-    def append(self, batch: pa.RecordBatch, failures: Iterator[Mapping[str, Any]]) -> None:
-        """Add complete rows and, of those without a vector, what the file of failures shall have."""
-        if not self._has_schema:
-            self._data.write(batch.schema.serialize())
-            self._has_schema = True
-        self._data.write(batch.serialize())
-        for failure in failures:
-            self._failures.write(json.dumps(failure, ensure_ascii=False).encode() + b"\n")
-            self.failed += 1
-        self.rows += batch.num_rows
+    def append(self, batch: pa.RecordBatch, failures: Iterable[Mapping[str, Any]]) -> None:
+        """Add complete rows and, of those without a vector, what the file of failures shall have.
+
+        Raises:
+            InvalidConfig: the disk refused; what was done before is still so.
+        """
+        lines = [json.dumps(failure, ensure_ascii=False).encode() + b"\n" for failure in failures]
+        done = self._done
+        schema = b"" if done.data_bytes else batch.schema.serialize().to_pybytes()
+        data_bytes = _write_at(self._data, done.data_bytes, schema, batch.serialize())
+        failure_bytes = _write_at(self._failures, done.failure_bytes, *lines)
+        self._done = _Done(done.rows + batch.num_rows, done.failed + len(lines), data_bytes, failure_bytes)
 
     def take_space(self, space: str, precision: str) -> None:
         """Check that vectors to be appended are of the space of those before, in no coarser a precision.
@@ -190,25 +213,50 @@ class PartialOutput:
             )
 
     def commit(self) -> None:
-        """Make what was appended survive a kill and a power failure."""
+        """Make what was appended survive a kill and a power failure.
+
+        Raises:
+            InvalidConfig: the disk refused; the commit before this one stands.
+        """
+        done = self._done
+        if not done.rows:
+            return
         for file in (self._data, self._failures):
-            file.flush()
-            os.fsync(file.fileno())
-        done = {
-            **{"version": _VERSION, "job": self._job, "rows": self.rows, "failed": self.failed},
-            **{"data_bytes": self._data.tell(), "failure_bytes": self._failures.tell()},
+            with _disk(Path(file.name)):
+                os.fsync(file.fileno())
+        journal = {
+            **{"version": _VERSION, "job": self._job, **done._asdict()},
             **({"fingerprint": self.fingerprint} if self.fingerprint else {}),
         }
-        write_atomically(self.journal_path, json.dumps(done, indent=1).encode(), durable=True)
+        with _disk(self.journal_path):
+            write_atomically(self.journal_path, json.dumps(journal, indent=1).encode(), durable=True)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """All committed batches, one at a time."""
-        if self._has_schema:
-            # The end of the stream is not in the journal: a resumed run writes over it.
-            self._data.write(_END_OF_STREAM)
-            self._data.flush()
-            with self.data_path.open("rb") as file:
-                yield from pa.ipc.open_stream(file)
+        """All batches, one at a time.
+
+        Raises:
+            InvalidConfig: they are not the rows that were appended.
+        """
+        self._data.truncate(self._done.data_bytes)
+        return self._stored()
+
+    def _stored(self) -> Iterator[pa.RecordBatch]:
+        rows = 0
+        try:
+            if self._done.data_bytes:
+                with pa.memory_map(str(self.data_path)) as file:
+                    for batch in pa.ipc.open_stream(file):
+                        if batch.num_rows and batch.column(0)[0].as_py() != rows:
+                            break
+                        rows += batch.num_rows
+                        yield batch
+        except (pa.ArrowException, OSError) as error:
+            raise self._damaged(str(error)) from error
+        if rows != self.rows:
+            raise self._damaged(f"row {rows} is not where {self.journal_path.name} has it")
+
+    def _damaged(self, why: str) -> InvalidConfig:
+        return InvalidConfig(f"{self.data_path}: damaged ({why}); start over with --restart")
 
     def remove(self) -> None:
         """Delete the journal and the data; failures stay, if there are any."""
@@ -224,6 +272,8 @@ class PartialOutput:
             return {}
         except ValueError as error:
             raise InvalidConfig(f"{self.journal_path}: no JSON: {error}; delete it to start over") from error
+        if not done.get("rows"):
+            return {}
         if done.get("version") != _VERSION or done["job"] != self._job:
             keys = sorted(key for key in {*done["job"], *self._job} if done["job"].get(key) != self._job.get(key))
             raise Refused(
@@ -233,12 +283,45 @@ class PartialOutput:
         return done
 
 
-def _opened_at(path: Path, size: int) -> BinaryIO:
-    """The file, cut to `size` bytes and positioned there."""
-    file = path.open("r+b" if path.exists() else "w+b")
-    file.truncate(size)
-    file.seek(size)
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Name the file that the disk refused.
+
+    Raises:
+        InvalidConfig: instead of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise InvalidConfig(f"{path}: {why}; the same command goes on from the last commit") from error
+
+
+def _opened_at(path: Path, size: int) -> FileIO:
+    """The file, cut to `size` bytes.
+
+    Raises:
+        InvalidConfig: it has fewer, or cannot be written.
+    """
+    with _disk(path):
+        file = FileIO(path, "r+" if path.exists() else "w+")
+        if os.fstat(file.fileno()).st_size < size:
+            file.close()
+            raise InvalidConfig(f"{path}: shorter than its journal states; start over with --restart")
+        file.truncate(size)
     return file
+
+
+def _write_at(file: FileIO, offset: int, *parts: Any) -> int:
+    """Write the parts from `offset` on, and return where they end."""
+    with _disk(Path(file.name)):
+        file.seek(offset)
+        for part in parts:
+            left = memoryview(part).cast("B")
+            offset += len(left)
+            while left:
+                left = left[file.write(left) :]
+    return offset
 
 
 def discard(output: Path, failures: Path) -> None:
