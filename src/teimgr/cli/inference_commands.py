@@ -67,7 +67,8 @@ def embed(
         str | None, typer.Option(help="Column of the texts or files of a file.  [default: text, else image or audio]")
     ] = None,
     keep: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Columns of a file to copy.  [default: id, where there is one]")
+        str | None,
+        typer.Option(metavar="A,B", help="Columns of a file to copy; '' for none.  [default: id, where there is one]"),
     ] = None,
     float16: Annotated[bool, typer.Option("--float16", help="Half-precision vectors in the output file.")] = False,
     pool_factor: Annotated[
@@ -92,7 +93,7 @@ def embed(
     """
     options = {"normalize": normalize, "truncate": truncate, "dimensions": dimensions, "prompt_name": prompt_name}
     if out is not None:
-        columns = {"text_column": column, "keep": keep.split(",") if keep is not None else None}
+        columns = {"text_column": column, "keep": _names(keep)}
         form = {"float16": float16, "pool_factor": pool_factor}
         run = {"batch_rows": batch_rows, "retry_s": retry, "overwrite": overwrite, "restart": restart}
         choices = {**options, **columns, **form, **run}
@@ -104,6 +105,11 @@ def embed(
         for vector in _asked(rest, name, "embed", {"inputs": piece, **_given(options)}):
             _show_vector(output, vector)
     return ExitStatus.OK
+
+
+def _names(given: str | None) -> list[str] | None:
+    """The names between commas; none of an empty text."""
+    return None if given is None else [name for name in given.split(",") if name]
 
 
 def _warn_of_files(output: CommandOutput, texts: Sequence[str], done: str, instead: str) -> None:

@@ -125,7 +125,7 @@ def test_a_csv_field_may_be_as_long_as_a_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        (b'2,"' + b"a" * (33 << 20), r"after line \d+: field larger than field limit"),
+        (b'2,"' + b"a" * (33 << 20), r"after line 100001: field larger than field limit"),
         (b"2,\xff", r"after line \d+: 'utf-8'"),
     ],
     ids=["a quote that is not closed", "no UTF-8"],
@@ -170,10 +170,64 @@ def test_what_does_not_exist_is_said_to_be_missing(name: str, tmp_path: Path) ->
         open_source(tmp_path / name)
 
 
-def test_a_kept_value_of_another_type_is_named_with_its_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("later", "kept"),
+    [
+        (["x"], [0, 999, "x"]),
+        ([1.5], [0.0, 999.0, 1.5]),
+        ([None, 7], [0, 999, None, 7]),
+        ([True], [0, 999, "true"]),
+        ([[1]], [0, 999, "[1]"]),
+    ],
+    ids=str,
+)
+def test_a_kept_column_has_a_type_for_all_its_values(later: list[object], kept: list[object], tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_text(
-        "".join(json.dumps({"id": row, "text": "a"}) + "\n" for row in range(1000)) + '{"id": "x", "text": "a"}'
-    )
-    with pytest.raises(InvalidConfig, match="rows 1000 to 1000: 'id' is not always int64"):
+    file.write_text("".join(json.dumps({"id": each, "text": "a"}) + "\n" for each in [*range(1000), *later]))
+    found = [each for batch in open_source(file).batches(0, 300) for each in batch["id"].to_pylist()]
+    if any(isinstance(each, str) for each in kept):
+        kept = list(map(str, kept))
+    assert [found[0], *found[999:]] == kept
+
+
+def test_a_kept_value_that_no_type_holds_is_named_with_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    values = [2**60 + 1, *range(999), 1.5]
+    file.write_text("".join(json.dumps({"id": each, "text": "a"}) + "\n" for each in values))
+    with pytest.raises(InvalidConfig, match=r"rows 0 to 499: 'id' is not always double.*without it: --keep"):
         list(open_source(file).batches(0, 500))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+def test_a_byte_order_mark_is_not_of_the_text(name: str, tmp_path: Path) -> None:
+    contents = {
+        "a.txt": "a\n\ufeffb\n",
+        "a.jsonl": '{"text": "a"}\n{"text": "\ufeffb"}\n',
+        "a.csv": "text\na\n\ufeffb\n",
+    }
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + contents[name].encode())
+    source = open_source(tmp_path / name)
+    for first_row, left in ((0, ["a", "\ufeffb"]), (1, ["\ufeffb"])):
+        for size in (1, 10):
+            texts = [text for batch in source.batches(first_row, size) for text in batch["text"].to_pylist()]
+            assert texts == left
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ('1,"hello\n2,world\n3,foo\n', "the row after line 2: unexpected end of data; a quote in a row is closed"),
+        ('1,"hello\n2,"world"\n3,foo\n', "the row after line 2: ',' expected after '\"'"),
+        ('1,"', "the row after line 2: unexpected end of data"),
+    ],
+)
+def test_a_quote_of_csv_that_is_not_closed_takes_no_rows(rows: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("id,text\n0,a\n" + rows)
+    read = open_source(file).batches(0, 1)
+    assert next(read)["text"].to_pylist() == ["a"]
+    with pytest.raises(InvalidConfig, match=says):
+        list(read)
+    file.write_text('id,text\n0,"a\n""b"", c"\n')
+    [batch] = open_source(file).batches(0, 10)
+    assert batch["text"].to_pylist() == ['a\n"b", c']

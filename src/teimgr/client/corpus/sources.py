@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -313,16 +314,23 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[list[str]]:
     """The rows of a CSV file.
 
     Raises:
-        InvalidConfig: it cannot be parsed, or is no UTF-8; the message has the last line that was read.
+        InvalidConfig: it cannot be parsed, or is not UTF-8; the message has the last line that was whole.
     """
     import csv
 
     csv.field_size_limit(max(csv.field_size_limit(), _CSV_FIELD_CHARS))  # of the whole process, so never lowered
-    reader = csv.reader(file)
+    # Strict: a quote that is not closed would put the rows that follow it into one text.
+    reader, line = csv.reader(file, strict=True), 0
     try:
-        yield from filter(None, reader)  # without blank lines
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"{path}: after line {reader.line_num}: {error}") from error
+        for row in reader:
+            line = reader.line_num
+            if row:  # not a blank line
+                yield row
+    except csv.Error as error:
+        why = f"{error}; a quote in a row is closed, and a quote in a quoted text doubled"
+        raise InvalidConfig(f"{path}: the row after line {line}: {why}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidConfig(f"{path}: after line {line}: {error}") from error
 
 
 def _ragged(found: int, wanted: int) -> str:
@@ -352,7 +360,7 @@ class LineSource(TextSource):
 
 
 class JsonLinesSource(TextSource):
-    """JSON lines: objects with the text column; types of kept columns are those of the first thousand rows."""
+    """JSON lines: objects with the text column; a kept column has the type of all its values, or is text."""
 
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
         super().__init__(path, text_column, keep)
@@ -361,8 +369,14 @@ class JsonLinesSource(TextSource):
         missing = [name for name in (text_column, *keep) if name not in names]
         if missing:
             raise InvalidConfig(f"{path}: no key {missing[0]!r} in its first lines; there are {', '.join(names)}")
-        rows = [row for row, _ in map(_json_object, _head(path)) if row is not None]
-        self.kept = pa.schema([(name, _type_of([row.get(name) for row in rows])) for name in self.keep])
+        self.kept = pa.schema([])
+        for lines in _lines(path, 0, _TYPED_ROWS) if keep else ():
+            rows = [row for row, _ in map(_json_object, lines) if row is not None]
+            found = pa.schema([(name, _type_of([row.get(name) for row in rows])) for name in self.keep])
+            self.kept = found if not self.kept else _united(self.kept, found)
+        self.kept = pa.schema(
+            [(each.name, pa.utf8() if pa.types.is_null(each.type) else each.type) for each in self.kept]
+        )
 
     @staticmethod
     def columns(path: Path) -> list[str]:
@@ -401,10 +415,12 @@ def _line_count(path: Path) -> int:
 
 
 def _lines(path: Path, first_row: int, size: int) -> Iterator[list[bytes]]:
-    """Lines without their ends, in lists of `size`."""
+    """Lines without their ends, in lists of `size`. Windows' editors write a byte-order mark before the first one."""
     with path.open("rb", buffering=_READ_BYTES) as file:
         lines = islice(file, first_row, None)
         while piece := [line.rstrip(b"\r\n") for line in islice(lines, size)]:
+            if not first_row:
+                piece[0], first_row = piece[0].removeprefix(BOM_UTF8), 1
             yield piece
 
 
@@ -445,10 +461,23 @@ def _text_of(row: dict[str, Any] | None, column: str, fault: str | None) -> tupl
 
 def _type_of(values: list[Any]) -> pa.DataType:
     try:
-        found = pa.array(values).type
+        return pa.array(values).type
     except (pa.ArrowException, OverflowError):
         return pa.utf8()
-    return pa.utf8() if pa.types.is_null(found) else found
+
+
+def _united(first: pa.Schema, second: pa.Schema) -> pa.Schema:
+    """Columns of both, each of a type that holds the values of the two; text if no other does."""
+    if first == second:
+        return first
+    fields = []
+    for one, other in zip(first, second, strict=True):
+        try:
+            [field] = pa.unify_schemas([pa.schema([one]), pa.schema([other])], promote_options="permissive")
+        except pa.ArrowException:
+            field = one.with_type(pa.utf8())
+        fields.append(field)
+    return pa.schema(fields)
 
 
 def _typed(path: Path, first_row: int, field: pa.Field, values: list[Any]) -> Any:
@@ -458,4 +487,6 @@ def _typed(path: Path, first_row: int, field: pa.Field, values: list[Any]) -> An
         return pa.array(values, field.type)
     except (pa.ArrowException, TypeError, OverflowError) as error:
         place = f"rows {first_row} to {first_row + len(values) - 1}"
-        raise InvalidConfig(f"{path}: {place}: {field.name!r} is not always {field.type}: {error}") from error
+        raise InvalidConfig(
+            f"{path}: {place}: {field.name!r} is not always {field.type}: {error}; run without it: --keep"
+        ) from error
