@@ -21,7 +21,7 @@ from tests.support.small_servers import DIM, INSTANCE, Multiplexer, vector_of
 
 from teimgr.client import Client
 from teimgr.client.corpus import EmbeddedFile, embed_file, job
-from teimgr.errors import InstanceNotFound, InvalidConfig, Refused, SpaceDiffers, Unavailable
+from teimgr.errors import CallOverQuota, InstanceNotFound, InvalidConfig, Refused, SpaceDiffers, Unavailable
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.wire.spaces import PRECISION_KEY, SPACE_KEY
 
@@ -197,6 +197,42 @@ async def test_a_broken_stream_is_begun_again_where_it_was(mux_url: str, multipl
     assert done.rows == 500
     assert multiplexer.streams >= 4  # more where replies are slow and messages become shorter
     np.testing.assert_array_equal(vectors(tmp_path / "v.npy"), expected(500))
+
+
+class Limited(Multiplexer):
+    """Takes messages of some rows."""
+
+    rows, code = 100, "CALL_OVER_QUOTA"
+
+    async def EmbedArrowStream(
+        self, requests: AsyncIterator[mux_pb2.EmbedArrowRequest], context: Any
+    ) -> AsyncIterator[mux_pb2.EmbedArrowResponse]:
+        async for answer in super().EmbedArrowStream(requests, context):
+            if pa.ipc.open_stream(answer.arrow_ipc).read_all().num_rows > self.rows:
+                details = (("x-teimgr-code", self.code),)
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "more than the burst", details)
+            yield answer
+
+
+class TestALimitOfOneMessage:
+    @pytest.fixture
+    def multiplexer(self) -> Limited:
+        return Limited()
+
+    @pytest.mark.parametrize(
+        ("rows", "code"), [(100, "CALL_OVER_QUOTA"), (20, "MESSAGE_TOO_LARGE"), (1, "CALL_OVER_QUOTA")]
+    )
+    async def test_messages_become_shorter_than_it(
+        self, mux_url: str, multiplexer: Limited, rows: int, code: str, tmp_path: Path
+    ) -> None:
+        multiplexer.rows, multiplexer.code = rows, code
+        await embed(mux_url, texts_file(tmp_path, 500), tmp_path / "v.npy")
+        np.testing.assert_array_equal(vectors(tmp_path / "v.npy"), expected(500))
+
+    async def test_a_row_beyond_it_ends_the_run(self, mux_url: str, multiplexer: Limited, tmp_path: Path) -> None:
+        multiplexer.rows = 0
+        with pytest.raises(CallOverQuota, match="more than the burst"):
+            await embed(mux_url, texts_file(tmp_path, 500), tmp_path / "v.npy")
 
 
 async def test_without_progress_it_ends_and_can_be_resumed(mux_url: str, multiplexer: Breaking, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows that are written in part: an interruption at any line, a disk that refuses, files that do not fit their journal."""
+"""Rows written in part: an interruption at any line, a disk that refuses, files that do not fit their journal."""
 
 from __future__ import annotations
 
@@ -105,13 +105,25 @@ def file_limit(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("size", [600, 1100, 1500, 2100])
 def test_a_write_that_the_disk_refuses_is_named_and_the_rows_before_it_stay(size: int, tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match=r"v\.parquet\.\S+: File too large; the same command goes on"):
+    def run() -> None:
         with opened(tmp_path) as partial, file_limit(size):
             try:
                 for _ in range(ROWS // BATCH):
                     append(partial)
             finally:
                 partial.commit()
+
+    with pytest.raises(InvalidConfig, match=r"v\.parquet\.\S+: File too large; the same command goes on"):
+        run()
+    finish(tmp_path)
+
+
+def test_rows_of_other_columns_are_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as partial:
+        append(partial)
+        partial.commit()
+    with opened(tmp_path) as partial, pytest.raises(InvalidConfig, match=r"(?s)its columns are .*--restart"):
+        partial.append(pa.record_batch({"row": pa.array([5])}), ())
     finish(tmp_path)
 
 

@@ -20,7 +20,7 @@ from teimgr.client.corpus.outputs import PartialOutput, discard
 from teimgr.client.corpus.sources import MAX_FILE_BYTES, TEXT, FileKind, TextSource, open_source
 from teimgr.client.payloads import space_of
 from teimgr.client.values import Embedded
-from teimgr.errors import InvalidConfig, Refused, TryLater
+from teimgr.errors import CallOverQuota, InvalidConfig, Refused, TooLarge, TryLater
 from teimgr.wire.spaces import reply_headers
 
 _BATCH_ROWS = 2048
@@ -94,8 +94,8 @@ def embed_file(
     space of the vectors is in the metadata of the schema, with NumPy in `<output>.space.json`; vectors of another one
     end the run. Memory does not grow with the file. Until the end the rows are in `<output>.partial`; a run that was
     interrupted or killed is resumed by the same call, and repeats at most `commit_s` of work. `batch_rows` bounds one
-    message; a slow model gets fewer. `options` are those of `Client.embed_arrow`, with `instance` or `model`; with
-    `per_token` also `pool_factor`, as of `Client.infer`.
+    message; a slow model gets fewer, and so does a key with a small quota. `options` are those of `Client.embed_arrow`,
+    with `instance` or `model`; with `per_token` also `pool_factor`, as of `Client.infer`.
 
     Raises:
         InvalidConfig: a file cannot be read or written, or lacks a column.
@@ -117,15 +117,16 @@ def embed_file(
         raise Refused(f"{output} exists; --overwrite replaces it")
     with partial:
         resumed_at = partial.rows
-        work = _Work(client, texts, partial, options, batch_rows, form, retry_s, commit_s, progress)
         try:
-            work.run()
+            _Work(client, texts, partial, options, batch_rows, form, retry_s, commit_s, progress).run()
         finally:
             partial.commit()
         outputs.write_output(output, partial.batches(), partial.rows, partial.fingerprint)
         partial.remove()
     failed = failures if partial.failed else None
-    return EmbeddedFile(output, partial.rows, partial.failed, work.dimension, resumed_at, failed, partial.fingerprint)
+    return EmbeddedFile(
+        output, partial.rows, partial.failed, partial.dimension, resumed_at, failed, partial.fingerprint
+    )
 
 
 class _Form(NamedTuple):
@@ -145,7 +146,6 @@ class _Answer(NamedTuple):
     """The vectors of a batch: for each row one, or a list of them; null in rows that failed."""
 
     vectors: Any
-    dimension: int
     errors: Mapping[int, str]
     space: str
     precision: str
@@ -220,7 +220,6 @@ class _Work:
         self._commit_s = commit_s
         self._progress = progress
         self._rows_now = min(_FIRST_ROWS, self._batch_rows)
-        self.dimension = 0
 
     def run(self) -> None:
         last_progress, pause_s = time.monotonic(), _RETRY_FIRST_S
@@ -238,6 +237,11 @@ class _Work:
                 self._report(waiting=error.message)
                 time.sleep(max(pause_s, min(error.retry_after_s or 0.0, _RETRY_MAX_S)))
                 pause_s = min(pause_s * 2, _RETRY_MAX_S)
+            except (CallOverQuota, TooLarge):
+                # More than a key or the server takes at once. Some replies were quick, so the message grew beyond it.
+                if self._rows_now == 1:
+                    raise
+                self._rows_now = self._batch_rows = self._rows_now // 2
 
     def _stream(self) -> None:
         """Embed from the first row that is not done to the end, over one stream."""
@@ -266,9 +270,8 @@ class _Work:
         tables = (pa.table({name: texts}) for texts in self._texts(sent))
         for table in self._client.infer_stream(tables, **asked):
             column = table.column(output)
-            each = column.type.value_type if self._form.per_token else column.type
             errors = {row: why for row, why in enumerate(table.column("error").to_pylist()) if why is not None}
-            yield _Answer(pa.concat_arrays(column.chunks), each.list_size, errors, *space_of(table.schema))
+            yield _Answer(pa.concat_arrays(column.chunks), errors, *space_of(table.schema))
 
     def _answer_of(self, found: Embedded) -> _Answer:
         count, dim = found.vectors.shape
@@ -276,7 +279,7 @@ class _Work:
         missing[list(found.errors)] = True
         values = pa.array(found.vectors.reshape(-1).astype(self._type.to_pandas_dtype(), copy=False))
         vectors = pa.FixedSizeListArray.from_arrays(values, dim, mask=pa.array(missing))
-        return _Answer(vectors, dim, found.errors, found.space, found.precision)
+        return _Answer(vectors, found.errors, found.space, found.precision)
 
     def _adapt(self, reply_s: float) -> None:
         """More rows in a message after a quick reply, fewer after a slow one."""
@@ -295,7 +298,6 @@ class _Work:
     def _write(self, batch: pa.RecordBatch, answer: _Answer) -> None:
         self._partial.take_space(answer.space, answer.precision)
         first_row, count, faults = self._partial.rows, batch.num_rows, batch.column(1)
-        self.dimension = answer.dimension
         fields = [("row", pa.int64()), *self._source.kept, (outputs.VECTOR, answer.vectors.type)]
         schema = pa.schema(fields, metadata=reply_headers(answer.space, answer.precision) or None)
         kept = batch.columns[2:]

@@ -140,6 +140,7 @@ class PartialOutput:
         self.fingerprint = ""
         self._job = dict(job)
         self._done = _Done()
+        self._schema: pa.Schema | None = None
         self._held = ExitStack()
         self._data: FileIO
         self._failures: FileIO
@@ -153,6 +154,14 @@ class PartialOutput:
     def failed(self) -> int:
         """Those of them without a vector."""
         return self._done.failed
+
+    @property
+    def dimension(self) -> int:
+        """Values of a vector; 0 before the first row."""
+        if self._schema is None:
+            return 0
+        kind = self._schema.field(VECTOR).type
+        return int(kind.list_size if pa.types.is_fixed_size_list(kind) else kind.value_type.list_size)
 
     def __enter__(self) -> Self:
         """Lock the files, and go on after the last commit.
@@ -187,8 +196,11 @@ class PartialOutput:
         """Add complete rows and, of those without a vector, what the file of failures shall have.
 
         Raises:
-            InvalidConfig: the disk refused; what was done before is still so.
+            InvalidConfig: the columns are not those of the rows before, or the disk refused; what was done stays.
         """
+        if self._done.data_bytes and batch.schema != self._schema:
+            raise self._damaged(f"its columns are {self._schema}, and those to add {batch.schema}")
+        self._schema = batch.schema
         lines = [json.dumps(failure, ensure_ascii=False).encode() + b"\n" for failure in failures]
         done = self._done
         schema = b"" if done.data_bytes else batch.schema.serialize().to_pybytes()
@@ -245,7 +257,9 @@ class PartialOutput:
         try:
             if self._done.data_bytes:
                 with pa.memory_map(str(self.data_path)) as file:
-                    for batch in pa.ipc.open_stream(file):
+                    reader = pa.ipc.open_stream(file)
+                    self._schema = reader.schema
+                    for batch in reader:
                         if batch.num_rows and batch.column(0)[0].as_py() != rows:
                             break
                         rows += batch.num_rows
