@@ -25,6 +25,7 @@ from teimgr.errors import (
     Internal,
     InvalidConfig,
     Refused,
+    TokenRateExceeded,
     Unavailable,
     Unreachable,
 )
@@ -156,6 +157,19 @@ async def test_a_reply_that_is_no_json_is_an_internal_error(client: AsyncClient,
     async with serve(daemon) as url, AsyncClient(url) as other:
         with pytest.raises(Internal, match="no JSON"):
             await other.health()
+
+
+async def test_a_refusal_has_the_time_to_wait_of_its_header(daemon: Daemon) -> None:
+    async def refused(request: web.Request) -> web.Response:
+        headers = {"X-Teimgr-Code": "TOKEN_RATE_EXCEEDED", "Retry-After": "7"}
+        return web.json_response({"error": "quota", "error_type": "Overloaded"}, status=429, headers=headers)
+
+    daemon.health = refused  # type: ignore[method-assign]
+    async with serve(daemon) as url, AsyncClient(url, timeout_s=20) as client:
+        for call in (client.health(), asyncio.to_thread(RestClient(url, timeout_s=20).health)):
+            with pytest.raises(TokenRateExceeded) as caught:
+                await call
+            assert caught.value.retry_after_s == 7.0
 
 
 async def test_a_reply_without_an_end_is_given_up(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

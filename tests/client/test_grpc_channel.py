@@ -15,9 +15,9 @@ import pytest
 from tests.support.small_servers import INSTANCE, Certificates, vector_of
 
 from teimgr.client import AsyncClient, Tls, grpc_channel
-from teimgr.client.grpc_channel import GrpcChannel
+from teimgr.client.grpc_channel import GrpcChannel, error_from_status
 from teimgr.client.server_address import ServerAddress
-from teimgr.errors import DeadlineExceeded, Unavailable, Unreachable
+from teimgr.errors import Code, DeadlineExceeded, Unavailable, Unreachable
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["port", "Unix socket"])
@@ -33,6 +33,13 @@ async def test_a_server_is_verified_and_asks_for_a_certificate(
         async with AsyncClient(grpc=url, tls=tls) as client:
             with pytest.raises(Unavailable):
                 await client.embed("a", instance=INSTANCE)
+
+
+def test_a_refusal_has_the_time_to_wait_of_its_trailer() -> None:
+    for wait, seconds in (("2500", 2.5), ("-1", None), ("", None)):
+        trailers = (("x-teimgr-code", "TOKEN_RATE_EXCEEDED"), ("grpc-retry-pushback-ms", wait))
+        error = error_from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "the key's rate", trailers)
+        assert (error.code, error.retry_after_s) == (Code.TOKEN_RATE_EXCEEDED, seconds)
 
 
 async def test_a_socket_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -154,7 +154,16 @@ def test_the_client_runs_with_what_its_own_distribution_has(tmp_path: Path) -> N
 
 def test_a_refusal_for_another_space_is_its_own_error_in_teis_dialect_too() -> None:
     body = b'{"error": "the space differs", "error_type": "Validation"}'
-    assert type(error_from_reply(412, body)) is SpaceDiffers
-    assert type(error_from_reply(422, body)) is InvalidInput
+    assert type(error_from_reply(412, body, {})) is SpaceDiffers
+    assert type(error_from_reply(422, body, {})) is InvalidInput
     for name, kind in (("FORBIDDEN", Forbidden), ("WRONG_MODEL_KIND", WrongModelKind)):
-        assert type(error_from_reply(424, body, name)) is kind
+        assert type(error_from_reply(424, body, {"x-teimgr-code": name})) is kind
+
+
+def test_a_refusal_in_plain_text_has_the_code_of_its_header_or_status() -> None:
+    named = error_from_reply(400, b"inputs.0.data: only text is supported", {"x-teimgr-code": "INVALID_INPUT"})
+    assert (type(named), named.message) == (InvalidInput, "inputs.0.data: only text is supported")
+    dated = error_from_reply(503, b"a proxy's words", {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"})
+    assert dated.retry_after_s is None
+    assert type(error_from_reply(400, b"a proxy's words", {})) is ValidationError
+    assert "an instance's own port" in error_from_reply(404, b"", {}).message

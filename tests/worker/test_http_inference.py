@@ -10,6 +10,9 @@ import pytest
 from tests.support.worker_process import WorkerProcess
 from tests.worker.tei_client import TeiClient
 
+from teimgr.wire.error_bodies import OPENAI, TEI, TEI_OPENAI
+from teimgr.worker.http_inference import BadRequest
+
 LONG = "text " * 200_000
 
 
@@ -58,3 +61,15 @@ async def test_the_openai_form_takes_2048_inputs(client: TeiClient) -> None:
 
     assert [row["index"] for row in told["data"]] == list(range(2048))
     assert refused.status == 422
+
+
+@pytest.mark.parametrize("dialect", [TEI, TEI_OPENAI, OPENAI])
+@pytest.mark.parametrize(
+    ("status", "code"), [(400, "INVALID_INPUT"), (422, "INVALID_INPUT"), (413, "MESSAGE_TOO_LARGE")]
+)
+def test_a_body_that_cannot_be_read_has_its_code_in_a_header(dialect: str, status: int, code: str) -> None:
+    reply = BadRequest(status, "inputs: is missing", input_index=3).reply(dialect)
+    assert (reply.status, reply.headers["x-teimgr-code"]) == (status, code)
+    if dialect != OPENAI:
+        assert (reply.body, reply.headers["content-type"]) == (b"inputs: is missing", "text/plain; charset=utf-8")
+        assert reply.headers["x-teimgr-input"] == "3"

@@ -20,7 +20,6 @@ from urllib.parse import quote, urlencode
 from teimgr.client.connection_causes import reason_of
 from teimgr.client.http_replies import CONNECT_S, Reply, ReplyHead, Request, RestChannel, json_of
 from teimgr.errors import DeadlineExceeded, InvalidConfig, Unavailable, Unreachable, ValidationError
-from teimgr.wire.status import CODE_KEY
 
 _CHUNK_BYTES = 65536
 
@@ -37,7 +36,7 @@ class BlockingHttpChannel(RestChannel):
     async def _reply(self, request: Request) -> AsyncIterator[ReplyHead]:
         deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         with self.reply(request) as (sock, reply):
-            yield ReplyHead(reply.status, reply.headers.get(CODE_KEY), _pieces(sock, reply, deadline))
+            yield ReplyHead(reply.status, _headers(reply), _pieces(sock, reply, deadline))
 
     @contextmanager
     def reply(self, request: Request) -> Iterator[tuple[socket.socket, http.client.HTTPResponse]]:
@@ -93,6 +92,10 @@ class BlockingHttpChannel(RestChannel):
         if self._context is None:
             self._context = self._tls.ssl_context()
         return self._context
+
+
+def _headers(reply: http.client.HTTPResponse) -> dict[str, str]:
+    return {name.lower(): value for name, value in reply.headers.items()}
 
 
 async def _pieces(sock: socket.socket, reply: http.client.HTTPResponse, deadline: float | None) -> AsyncIterator[bytes]:
@@ -163,7 +166,7 @@ def download(channel: BlockingHttpChannel, file_id: str, target: Path, timeout_s
 
 
 def _json(reply: HTTPResponse) -> Any:
-    return json_of(_PATH, Reply(reply.status, reply.read(_JSON_BYTES), reply.headers.get(CODE_KEY)))
+    return json_of(_PATH, Reply(reply.status, reply.read(_JSON_BYTES), _headers(reply)))
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from teimgr.client.rest_client import API
 from teimgr.client.scoring_calls import ScoringCalls, TableCalls
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationError
-from teimgr.wire.status import CODE_KEY
 
 GRPC = "http://127.0.0.1:9001"
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
@@ -99,7 +98,7 @@ class HttpChannel(RestChannel):
                     method, url, data=payload, params=query, headers=headers, server_hostname=self._tls.server_name
                 ) as reply,
             ):
-                yield ReplyHead(reply.status, reply.headers.get(CODE_KEY), reply.content.iter_any())
+                yield ReplyHead(reply.status, reply.headers, reply.content.iter_any())
         except aiohttp.ClientError as error:
             of_tls = getattr(error, "certificate_error", None)  # aiohttp's own sentence repeats the address
             raise Unreachable(self._address.url, reason_of(of_tls or error)) from error

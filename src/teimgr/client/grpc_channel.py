@@ -23,7 +23,7 @@ from teimgr.errors import (
     error_from_code,
 )
 from teimgr.wire.spaces import EXPECT_KEY
-from teimgr.wire.status import CODE_KEY
+from teimgr.wire.status import CODE_KEY, PUSHBACK_KEY
 
 MAX_CALLS = 512
 """Calls of one request that a channel has under way at most."""
@@ -72,9 +72,10 @@ _NO_GRPC = "Received http2 header with status: 404"
 def error_from_status(code: grpc.StatusCode, details: str | None, trailing: Any) -> TeimgrError:
     """The exception for a gRPC status; its message is the server's."""
     message = details or code.name
-    for key, value in trailing or ():
-        if key == CODE_KEY and value in Code.__members__:
-            return error_from_code(Code[value], message)
+    fields = dict(trailing or ())
+    if (name := fields.get(CODE_KEY, "")) in Code.__members__:
+        wait = fields.get(PUSHBACK_KEY, "")
+        return error_from_code(Code[name], message, retry_after_s=int(wait) / 1000 if wait.isdecimal() else None)
     if code is grpc.StatusCode.INTERNAL and message == _LOST_IN_CORE:
         return error_from_code(Code.BACKEND_UNAVAILABLE, "the stream was lost")
     if message.startswith(_NO_GRPC):

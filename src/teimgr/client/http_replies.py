@@ -9,9 +9,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
 from teimgr.client.server_address import ServerAddress, Tls
-from teimgr.errors import Code, Internal, Refused, TeimgrError, error_from_code
+from teimgr.errors import Code, Internal, Refused, TeimgrError, ValidationError, error_from_code
 from teimgr.wire.spaces import EXPECT_KEY
-from teimgr.wire.status import STATUS
+from teimgr.wire.status import CODE_KEY, STATUS
 
 JsonObject = Mapping[str, Any]
 Query = Mapping[str, int | str] | list[tuple[str, str]]
@@ -31,11 +31,11 @@ class ServerSentEvent(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An HTTP reply: status, body, and the name of the error code in its header, which few servers send."""
+    """An HTTP reply: status, body, and headers, by names in lower case or of a mapping that ignores case."""
 
     status: int
     body: bytes
-    code: str | None = None
+    headers: Mapping[str, str] = {}
 
 
 class Request(NamedTuple):
@@ -53,7 +53,7 @@ class ReplyHead(NamedTuple):
     """The head of an HTTP reply, with the pieces of its body as they come."""
 
     status: int
-    code: str | None
+    headers: Mapping[str, str]
     pieces: AsyncIterator[bytes]
 
 
@@ -160,7 +160,7 @@ async def _whole(path: str, head: ReplyHead) -> Reply:
         body += piece
         if len(body) > MAX_REPLY_BYTES:
             raise Internal(f"{path}: the reply has more than {MAX_REPLY_BYTES} bytes")
-    return Reply(head.status, bytes(body), head.code)
+    return Reply(head.status, bytes(body), head.headers)
 
 
 class EventParser:
@@ -221,11 +221,18 @@ _TEI_CODES = {
 _OF_STATUS = {404: Code.INSTANCE_NOT_FOUND, 412: Code.SPACE_DIFFERS}  # TEI's types are coarser
 
 
-def error_from_reply(status: int, body: bytes, named: str | None = None) -> TeimgrError:
+def error_from_reply(status: int, body: bytes, headers: Mapping[str, str]) -> TeimgrError:
     """The exception for an HTTP error reply, in our shape or TEI's; another body becomes its text.
 
-    `named` is the header with the name of the code, which is finer than TEI's types.
+    A header may name the code, which is finer than TEI's types, and another the time to wait.
     """
+    error = _error_of(status, body, headers.get(CODE_KEY))
+    if (wait := headers.get("retry-after", "")).isdecimal():  # a proxy may send a date
+        error.try_after(float(wait))
+    return error
+
+
+def _error_of(status: int, body: bytes, named: str | None) -> TeimgrError:
     try:
         fields = json.loads(body)
         if named is not None and named in Code.__members__:
@@ -238,8 +245,16 @@ def error_from_reply(status: int, body: bytes, named: str | None = None) -> Teim
         return error_from_code(code, str(error["message"] if isinstance(error, dict) else error))  # OpenAI's, or ours
     except (ValueError, KeyError, TypeError, RecursionError):
         text = body.decode("utf-8", "replace").strip()
+        if (
+            named is not None and named in Code.__members__ and text
+        ):  # TEI answers a body that it cannot read in plain text
+            return error_from_code(Code[named], text[:500])
         message = f"HTTP {status}: {text[:500]}" if text else f"HTTP {status}"
         codes = [code for code, row in STATUS.items() if row.http == status]
         if len(codes) == 1:
             return error_from_code(codes[0], message)
+        if status == 404 and not text:
+            message += ": this address has no such route; is it an instance's own port, and not a daemon's REST port?"
+        if status in (400, 415, 422):
+            return ValidationError(message)
         return Refused(message) if status < 500 else Internal(message)

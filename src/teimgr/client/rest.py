@@ -290,7 +290,7 @@ class ModelCalls(RestCalls):
         async with aclosing(self._http.events("POST", _model_path(model_id, "/download"), body=body)) as events:
             async for event in events:
                 if event.event == "failed":
-                    raise error_from_reply(500, json.dumps(event.data).encode())
+                    raise error_from_reply(500, json.dumps(event.data).encode(), {})
                 yield event
                 if event.event == "done":
                     return

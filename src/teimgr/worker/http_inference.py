@@ -160,10 +160,12 @@ class BadRequest(Exception):
 
     def reply(self, dialect: str) -> HttpReply:
         """The response in `dialect`; TEI's web framework answers in plain text."""
-        if dialect in (TEI, TEI_OPENAI):
-            index = {} if self.input_index is None else {INPUT_INDEX: str(self.input_index)}
-            return HttpReply(self.status, {"content-type": "text/plain; charset=utf-8"} | index, self.message.encode())
-        return refusal(dialect, self.status, self.message, self.param)
+        reply = refusal(dialect, self.status, self.message, self.param)
+        if dialect not in (TEI, TEI_OPENAI):
+            return reply
+        index = {} if self.input_index is None else {INPUT_INDEX: str(self.input_index)}
+        headers = {**reply.headers, "content-type": "text/plain; charset=utf-8", **index}
+        return HttpReply(self.status, headers, self.message.encode())
 
 
 def broken_text(body: Buffer) -> BadRequest | None:
