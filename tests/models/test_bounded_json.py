@@ -48,6 +48,17 @@ def test_the_values_of_other_files_than_vocabularies_are_fewer() -> None:
         model_json.parse(b"[" + b"[]," * 100_000 + b"0]", "config.json")
 
 
+@pytest.mark.parametrize("padding", ["", " " * 70_000])
+def test_a_number_that_takes_long_to_calculate_with_is_refused(padding: str) -> None:
+    longest = "9" * 40
+    text = f'{padding}{{"a": [{longest}, "{longest}9", 0.{longest}9]}}'
+    assert model_json.parse(text.encode(), "config.json") == {"a": [int(longest), f"{longest}9", 1.0]}
+    for number in (f"{longest}9", f"-{longest}9", "9" * 4300, "9" * 10_000):
+        digits = f"{len(number.lstrip('-')):,}"
+        with pytest.raises(ModelLoadFailed, match=rf"config\.json is not valid JSON: .*a number of {digits} digits"):
+            model_json.parse(f'{padding}{{"a": [0, {number}]}}'.encode(), "config.json")
+
+
 def long_values() -> Iterator[Any]:
     """Values whose text is longer than one window, of every shape at every level."""
     text = 'a, "b": [1], {}\\ é \u2028' * 400

@@ -40,3 +40,13 @@ def test_a_size_that_no_model_has_is_refused_by_name(tmp_path: Path, part: str |
 def test_sizes_that_models_have_are_not(tmp_path: Path, given: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"} | given))
     assert read_metadata(tmp_path, trust_remote_code=False).config["model_type"] == "bert"
+
+
+@pytest.mark.parametrize("value", [[[]], [], 5, True, False, "x", "", float("nan")], ids=repr)
+@pytest.mark.parametrize("place", ["text_config", "vlm_config", "vlm_config.text_config"])
+def test_a_part_of_another_type_is_refused_by_name(tmp_path: Path, place: str, value: Any) -> None:
+    outer, _, inner = place.partition(".")
+    config = {"model_type": "bert", outer: {inner: value} if inner else value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadFailed, match=f"^config.json has {place} = .*, which should be an object"):
+        read_metadata(tmp_path, trust_remote_code=False)

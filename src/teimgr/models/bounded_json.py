@@ -39,6 +39,8 @@ _SHOWN_CHARS = 80
 # A call of the library's decoder holds the GIL to its end, some 0.1 s for a million lists: a longer text is decoded in
 # pieces.
 _WHOLE_BYTES = 64 * 1024
+# Of a whole number, by which others are multiplied; the longest known is a `model_max_length` of 31 digits.
+_MAX_DIGITS = 40
 MAX_DEPTH = 64
 """Objects and lists within each other; known files have ten."""
 
@@ -157,11 +159,20 @@ def _add(found: dict[str, Any], key: str, value: Any) -> None:
         raise ValueError(f"the key {key[:_SHOWN_CHARS]!r} has two values")
 
 
+def _integer(digits: str) -> int:
+    if (count := len(digits.lstrip("-"))) > _MAX_DIGITS:
+        raise ValueError(f"it has a number of {count:,} digits, and at most {_MAX_DIGITS} are read")
+    return int(digits)
+
+
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
+_WITH_LONG_NUMBERS = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)  # takes twice as long
+_TOO_LONG, _AS_ZEROS = b"0" * (_MAX_DIGITS + 1), bytes(48 if 48 <= byte <= 57 else 32 for byte in range(256))
 
 
 def _decoded(content: bytes) -> Any:
-    return _DECODER.decode(content.decode())
+    decoder = _WITH_LONG_NUMBERS if _TOO_LONG in content.translate(_AS_ZEROS) else _DECODER
+    return decoder.decode(content.decode())
 
 
 _IN_PIECES = json_scan.Reading(None, max(_MAX_BYTES_OF.values()), _decoded, _add)

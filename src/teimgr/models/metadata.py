@@ -235,15 +235,25 @@ def _check_sizes(config: dict[str, Any], file: str) -> None:
     """Refuse sizes that no model has; the library would take memory and time for them first.
 
     Raises:
-        ModelLoadFailed: one is not a whole number, below 1, or far beyond the largest known model.
+        ModelLoadFailed: one is not a whole number, below 1, or far beyond the largest known model, or a part that is
+            read of every model is not an object.
     """
     _check_sizes_of(config, file)
+    _check_object(config, "text_config", "")
+    _check_object(config, "vlm_config", "")
+    _check_object(config.get("vlm_config") or {}, "text_config", "vlm_config.")
     for name, part in config.items():
         if isinstance(part, dict) and (name.endswith("_config") or name in _PARTS):
             _check_sizes_of(part, f"{name} of config.json")
             for inner, nested in part.items() if name == "vlm_config" else ():
                 if isinstance(nested, dict) and inner.endswith("_config"):
                     _check_sizes_of(nested, f"{name}.{inner} of config.json")
+
+
+def _check_object(config: dict[str, Any], key: str, above: str) -> None:
+    if (part := config.get(key)) is not None and not isinstance(part, dict):
+        shown = repr(part)[:_MAX_SHOWN_CHARS]
+        raise ModelLoadFailed(f"config.json has {above}{key} = {shown}, which should be an object")
 
 
 def _check_sizes_of(config: dict[str, Any], where: str) -> None:

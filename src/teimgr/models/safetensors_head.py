@@ -5,6 +5,7 @@ The library reads heads too, but maps the whole file, and refuses one that is cu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ MAX_HEAD_BYTES = 16 * 2**20
 """Known ones have 1 MB."""
 MAX_TENSORS = 30_000
 """Of a model. Known ones have 19,000, with an expert's weights one by one; of 200,000 the libraries take minutes."""
+_MAX_DIMENSIONS, _MAX_SIZE = 8, 2**63 - 1  # the product of more and larger ones takes long
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,7 @@ class HeadTensor:
 
     @property
     def elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 def read_head(file: Path) -> list[HeadTensor]:
@@ -77,7 +76,13 @@ class CutShort(ModelLoadFailed):
 def _tensor(name: str, described: Any, data: int) -> HeadTensor:
     begin, end = described["data_offsets"]
     shape = tuple(described["shape"])
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {name} has {len(shape):,} dimensions")
     numbers = (begin, end, *shape)
     if any(type(each) is not int or each < 0 for each in numbers) or end < begin:
         raise ValueError(f"tensor {name}")
+    if max(numbers) > _MAX_SIZE:
+        raise ValueError(f"tensor {name} has a size of {max(numbers):,}")
+    if math.prod(shape) > 8 * (end - begin):  # elements of one bit
+        raise ValueError(f"tensor {name} of {end - begin:,} bytes has the shape {shape}")
     return HeadTensor(name, str(described["dtype"]), shape, data + begin, data + end)

@@ -46,19 +46,20 @@ class WeightSizes:
 def weight_sizes(layout: Layout) -> WeightSizes:
     """Read the heads of all files of weights that `layout` names. Blocking.
 
-    Files of other formats count as float32 of their size.
+    Files of other formats count as float32 of their size, like those with less in them than their head announces.
 
     Raises:
-        ModelLoadFailed: an index of shards is not what it should be.
+        ModelLoadFailed: an index of shards is not what it should be, or there are more than `MAX_TENSORS`.
         OSError: a file cannot be read.
     """
-    parameters = tables = file_bytes = newest = words = 0
+    parameters = tables = file_bytes = newest = words = count = 0
     is_wide = True
     for file in dict.fromkeys(_files(layout)):
         found = file.stat()
         file_bytes += found.st_size
         newest = max(newest, found.st_mtime_ns)
-        head = _head(file)
+        head = _head(file, found.st_size)
+        _check_count(count := count + len(head))
         if head and file.suffix == ".gguf":  # whose tokenizer is before its tensors; it is never mapped
             words, is_wide = min(tensor.begin for tensor in head), False
         if not head:
@@ -96,9 +97,12 @@ def check_tensors(layout: Layout) -> None:
     for file in dict.fromkeys(_files(layout)):
         if file.suffix == ".safetensors":
             with suppress(NoHead, CutShort, OSError):
-                count += len(read_head(file))
-        if count > MAX_TENSORS:
-            raise ModelLoadFailed(f"the files of weights have more than {MAX_TENSORS:,} tensors")
+                _check_count(count := count + len(read_head(file)))
+
+
+def _check_count(tensors: int) -> None:
+    if tensors > MAX_TENSORS:
+        raise ModelLoadFailed(f"the files of weights have more than {MAX_TENSORS:,} tensors")
 
 
 def _files(layout: Layout) -> Iterator[Path]:
@@ -109,12 +113,13 @@ def _files(layout: Layout) -> Iterator[Path]:
             yield place
 
 
-def _head(file: Path) -> list[HeadTensor]:
+def _head(file: Path, size: int) -> list[HeadTensor]:
     """The tensors of a safetensors or GGUF file; none of another or a broken one, which is judged by its size."""
     try:
         if file.suffix == ".gguf":
             return read_gguf(file).tensors
-        return read_head(file) if file.suffix == ".safetensors" else []
+        head = read_head(file) if file.suffix == ".safetensors" else []
+        return head if sum(tensor.end - tensor.begin for tensor in head) <= size else []
     except ModelLoadFailed:  # the load reports the fault
         return []
 

@@ -129,3 +129,14 @@ def test_a_table_on_a_card_counts_there_in_the_type_of_its_file(dtype: str) -> N
     graphs = 393_216 * 384 * 2
     assert 4 * table.parameters + 640 * MIB < found.device_bytes < 4 * table.parameters + 640 * MIB + graphs
     assert predicted(table, dtype, 1024, on_card=False).device_bytes == 0
+
+
+async def test_a_defect_in_what_reads_a_model_leaves_an_assumption_and_a_log_line(
+    spec: InstanceSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise AttributeError("'list' object has no attribute 'get'")
+
+    monkeypatch.setattr(footprints_module, "read_layout", broken)
+    assert (await Footprints().of(spec)).source == "assumed"
+    assert "cannot predict the memory of a model" in caplog.text

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from teimgr.models.reading import read_layout
 from teimgr.models.weight_sizes import WeightSizes, weight_sizes
 from teimgr.spec import CPU_BATCH_TOKENS, CPU_TEMPORARY_BYTES, GRAPH_TOKENS, Kind
 
+log = logging.getLogger(__name__)
 ASSUMED = Footprint(host_bytes=2 << 30, source="assumed")
 """Of a model whose files are not on this host yet."""
 ASSUMED_ON_CARD = Footprint(host_bytes=2 << 30, device_bytes=2 << 30, source="assumed")
@@ -306,6 +308,9 @@ def _look(spec: ModelOptions, roots: Sequence[str] | None) -> tuple[str, WeightS
             )
             sizes = weight_sizes(layout)
     except (TeimgrError, OSError):  # the worker reports it
+        return "", None
+    except Exception:  # a fault of ours in what reads a model's files; the start, or a plan, goes on without figures
+        log.exception("cannot predict the memory of a model", extra={"model_id": spec.model_id})
         return "", None
     return source.sha or f"{sizes.file_bytes}.{sizes.changed_ns}", sizes
 
