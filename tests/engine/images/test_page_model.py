@@ -156,6 +156,7 @@ def test_a_page_too_long_for_its_width_is_refused_by_its_header(served: Served) 
         (build_colqwen2, {"temporal_patch_size": 4}, "temporal_patch_size"),
         (build_colqwen2, {"size": {"shortest_edge": 1, "longest_edge": 10**9}}, "longest_edge"),
         (build_colmodernvbert, {"do_image_splitting": False}, "do_image_splitting"),
+        (build_colmodernvbert, {"do_normalize": None}, "do_normalize = None, which is not served"),
         (build_colmodernvbert, {"max_image_size": {"longest_edge": 32}}, "squares of 32 pixels"),
         (build_colmodernvbert, {"size": {"longest_edge": 1024}}, "squares of 64"),
         (build_colmodernvbert, {"size": {"longest_edge": 512}}, "<row_1_col_5>"),
