@@ -150,11 +150,16 @@ class Shares:
             self._parts[sharer] = part, users - 1
 
 
-class Places:
-    """Places of a limited number, of which a caller takes as many at most as it leaves: half, if no other has any.
+def leaves_as_much(own: int, left: int) -> bool:
+    """Whether a caller that holds `own` of something bounded may take more, if `left` is free after that.
 
-    So another caller still gets one.
+    It takes as much at most as it leaves: half, if no other has any. So callers, however many, leave room for another.
     """
+    return own <= left
+
+
+class Places:
+    """Places of a limited number, by the rule of `leaves_as_much`."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit
@@ -163,7 +168,7 @@ class Places:
     def take(self, caller: Hashable) -> bool:
         """Take a place, which `leave` gives back; False if the caller may have no more."""
         taken = self._taken.get(caller, 0)
-        if taken >= self._left:
+        if not leaves_as_much(taken, self._left - 1):
             return False
         self._taken[caller] = taken + 1
         self._left -= 1

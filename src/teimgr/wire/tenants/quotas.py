@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from teimgr.errors import Code
+from teimgr.http.byte_budget import leaves_as_much
 
 NS_PER_S = 1_000_000_000
 S_PER_DAY = 86_400
@@ -126,7 +127,7 @@ def time_of(tokens: int, rate: int) -> int:
 def leaves_room(tenant: int, own: int, held: int, left: int) -> bool:
     """Whether a tenant that holds `own` of what is `held` in a queue may take more, if `left` is free after that.
 
-    A key that holds more than is left takes nothing more, so keys, however many, leave room for a further one. Calls
-    without a key, tenant 0, count as those of one key, and may fill the queue where they are alone in it.
+    A key has what `leaves_as_much` allows. Calls without a key, tenant 0, count as those of one key, and may fill the
+    queue where they are alone in it.
     """
-    return left >= 0 and (own <= left or (not tenant and own == held))
+    return left >= 0 and (leaves_as_much(own, left) or (not tenant and own == held))
