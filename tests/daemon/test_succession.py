@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from teimgr.client import Client
+from teimgr.daemon.parent import LINK
 from teimgr.errors import UpdateFailed
 from teimgr.spec import State
 from tests.end_to_end.rolling_load import SteadyLoad
@@ -253,6 +254,56 @@ def test_where_the_parent_is_killed_the_daemon_ends_as_by_kill_9(daemon: DaemonP
         daemon.start()
         client.wait_until_running("a", deadline_s=LIMIT_S)
     assert processes(daemon) == before
+
+
+LIVES = f"""
+import asyncio, os, signal, socket, sys
+from pathlib import Path
+from teimgr.daemon.succession import Predecessor, Succession
+
+async def main():
+    if (predecessor := Predecessor.from_environment()) is not None:
+        await predecessor.word({{}})
+        return 0
+    lives = Path(sys.argv[1])
+    with lives.open("a") as file:
+        print(os.getpid(), os.environ.get({LINK!r}), file=file)
+    if len(lives.read_text().splitlines()) == 2:
+        return 7
+    succession = Succession({{}}, lambda follower: None, {{}})
+    follower = await succession.begin()
+    os.kill(follower.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, follower.pid, os.WEXITED | os.WNOWAIT)
+    kept, passed = socket.socketpair()
+    succession.pass_on(passed)
+    assert succession.give_word() is None
+    async with asyncio.timeout(10):
+        await succession.all_passed_on(60)
+    return succession.leave(0)
+
+sys.exit(asyncio.run(main()))
+"""
+
+
+@pytest.mark.parametrize("has_parent", [False, True], ids=["alone", "with a parent"])
+def test_where_the_next_one_dies_before_the_word_the_old_one_starts_again_in_its_place(
+    tmp_path: Path, has_parent: bool
+) -> None:
+    """Both were gone, and workers and muxes without a daemon."""
+    script, lives = tmp_path / "daemon.py", tmp_path / "lives"
+    script.write_text(LIVES)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        number = str(theirs.fileno())
+        environ = os.environ | ({LINK: number} if has_parent else {})
+        command = [sys.executable, str(script), str(lives)]
+        with subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()]) as process:
+            assert process.wait(LIMIT_S) == 7
+        link = number if has_parent else None
+        assert lives.read_text().splitlines() == [f"{process.pid} {link}"] * 2
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):  # its parent was not given the pid of one that is gone
+            ours.recv(64)
 
 
 def test_systemd_learns_the_next_process_which_is_then_the_one_that_notifies(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def leave_pid_1() -> None:
     child = os.fork()
     if child == 0:
         os.setsid()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+        unblock_signals()
         ours.close()
         os.environ[LINK] = str(theirs.detach())
         return
@@ -55,6 +55,11 @@ def leave_pid_1() -> None:
 def block_signals() -> None:
     """Have signals wait until the parent passes them on; before their handlers are removed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+
+
+def unblock_signals() -> None:
+    """Have signals act at once, those too that came while they waited."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
 
 
 def become_parent(child: int, link: socket.socket) -> NoReturn:

@@ -442,8 +442,8 @@ class Daemon:
         await (self.launcher.close() if self.cluster is None else self.cluster.launcher.release())
         self.tenants.close()
         await self.scaling_figures.close()
-        pid = self.succession.give_word()
-        log.info("the next daemon has taken over", extra={"successor": pid})
+        if (pid := self.succession.give_word()) is not None:
+            log.info("the next daemon has taken over", extra={"successor": pid})
 
     def _places(self) -> dict[str, object]:
         """Where this daemon keeps what it keeps, as absolute paths, for the first line of its log."""

@@ -10,7 +10,8 @@
 
 Clients that connect meanwhile wait in the backlog of the listening sockets, which both have. Open HTTP/1 connections
 are passed on between two requests (not with TLS, whose state is in the old process). A successor that does not get
-ready changes nothing. The two have a socket pair, whose messages are JSON with descriptors.
+ready changes nothing; one that ends between ready and the word is replaced by the old process, which starts its command
+line again in its own place. The two have a socket pair, whose messages are JSON with descriptors.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from teimgr import __version__
-from teimgr.daemon.parent import LINK, become_parent
+from teimgr.daemon.parent import LINK, become_parent, unblock_signals
 from teimgr.errors import TeimgrError, Unavailable, UpdateFailed
 from teimgr.observability.request_context import ORDERED_BY
 from teimgr.worker.connection_queue import RECEIVE_END, SEND_END, ConnectionQueue
@@ -188,6 +189,8 @@ class Succession:
         self.is_taking_over = False
         """Whether a successor is ready, to which this daemon leaves everything."""
         self.has_given_word = False
+        self._is_word_lost = False
+        self._is_to_end = False
 
     @property
     def tells_supervisor(self) -> bool:
@@ -324,19 +327,23 @@ class Succession:
         """Return when the successor has every connection, or at the limit. Others end with this process."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while self._queue is not None and self._queue.is_sending:  # noqa: ASYNC110
+                while self._queue is not None and self._queue.is_sending and not self._is_word_lost:  # noqa: ASYNC110
                     await asyncio.sleep(_SENT_POLL_S)
 
-    def give_word(self) -> int:
-        """Let the successor begin; the result is its pid. The state file and the run directory are free."""
+    def give_word(self) -> int | None:
+        """Let the successor begin; the result is its pid, None if it has ended. State and run files are free."""
         assert self._control is not None
         assert self._child is not None
         self.has_given_word = True
+        try:
+            self._control.send(b'{"begin": true}')
+        except OSError as error:
+            self._is_word_lost = True
+            log.critical("the next daemon ended before it took over", extra={"reason": str(error)})
+            return None
         if self._parent is not None:
             with contextlib.suppress(OSError):
                 self._parent.send(str(self._child.pid).encode())
-        with contextlib.suppress(OSError):  # it is gone: this process ends with a failure
-            self._control.send(b'{"begin": true}')
         if self._owes_reload:
             self._child.send_signal(signal.SIGHUP)
         return self._child.pid
@@ -346,17 +353,32 @@ class Succession:
         if number == signal.SIGHUP and not self.has_given_word:
             self._owes_reload = self._child is not None  # which has no handler yet, or nothing to reload
         elif self._child is not None:
+            self._is_to_end |= number in (signal.SIGTERM, signal.SIGINT)
             self._child.send_signal(number)
 
     def leave(self, status: int) -> int:
-        """At the end of this process: the exit status, unless the process becomes its successor's parent."""
+        """At the end of this process: the exit status, unless the process becomes its successor's parent.
+
+        It starts again where the successor ended before it took over, if the process is still that of its supervisor.
+        """
         if not self.has_given_word or self._child is None:
             return status
+        if self._is_word_lost and not self._is_to_end and not self.tells_supervisor:
+            self._start_again()
         if (ended := self._child.poll()) is not None:
             return ended if ended >= 0 else 128 - ended
         if self._link is not None:
             become_parent(self._child.pid, self._link)
         return status
+
+    def _start_again(self) -> NoReturn:
+        """Replace this program by its own command line, which adopts the workers and muxes that were left."""
+        environ = {**os.environ, **self._environ}
+        if self._parent is not None:
+            self._parent.set_inheritable(True)
+            environ[LINK] = str(self._parent.fileno())
+        unblock_signals()  # as when it was started: one that came meanwhile ends it
+        os.execvpe(self._command[0], self._command, environ)
 
 
 def command_line() -> list[str]:
