@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 from tests.support.frame_worker import TIMINGS, FrameWorker, Request, echo, hold, lengths
+from tests.support.http_peers import Feed
 from tests.support.mux_process import MAX_MESSAGE_BYTES, WINDOW, Control, client, embed, running, stub, to
 
 from teimgr.errors import InvalidInput
@@ -26,28 +26,6 @@ async def lengths_of(call: Any) -> list[float]:
 
 async def ending(call: Any) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details()
-
-
-class Feed:
-    """A request stream that the test feeds message by message.
-
-    Where the server ends the stream, nothing more may be on its way then, not even the feed's end: grpc.aio puts a
-    status of its own in place of the server's when a write comes too late (grpc issue 36066).
-    """
-
-    def __init__(self) -> None:
-        self._messages: asyncio.Queue[Any] = asyncio.Queue()
-
-    def say(self, *messages: Any) -> None:
-        for message in messages:
-            self._messages.put_nowait(message)
-
-    def end(self) -> None:
-        self._messages.put_nowait(None)
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        while (message := await self._messages.get()) is not None:
-            yield message
 
 
 @pytest.mark.clause("M1.7-order")

@@ -12,9 +12,9 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.mux.test_forwarding import Feed, ending, lengths_of
+from tests.mux.test_forwarding import ending, lengths_of
 from tests.support.frame_worker import TIMINGS, FrameWorker, echo, hold
-from tests.support.http_peers import reflection
+from tests.support.http_peers import Feed, reflection
 from tests.support.mux_process import Control, client, running, stub
 
 from teimgr.errors import WrongModelKind

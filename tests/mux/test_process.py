@@ -43,6 +43,20 @@ async def exit_status(mux: MuxProcess) -> int:
     return await asyncio.to_thread(mux.process.wait, 20)
 
 
+@asynccontextmanager
+async def holding(
+    start_mux: Any, start_worker: Any
+) -> AsyncIterator[tuple[MuxProcess, Control, FrameWorker, grpc.aio.Channel]]:
+    """A mux with a worker that holds its calls, and a client; the mux has ended in order after the block."""
+    mux = start_mux()
+    control = await Control.connect(mux)
+    worker: FrameWorker = await start_worker(hold)
+    async with client(await control.push(running("a", worker))) as channel:
+        yield mux, control, worker, channel
+    assert await exit_status(mux) == 0
+    await control.close()
+
+
 @pytest.mark.clause("M1.1-listener")
 async def test_stats_say_who_it_is_and_where_it_listens(mux: MuxProcess, control: Control) -> None:
     stats = await control.push()
@@ -140,10 +154,7 @@ async def test_the_grace_starts_anew_when_the_last_daemon_leaves(start_mux: Any)
 
 @pytest.mark.parametrize("how", ["signal", "line"])
 async def test_told_to_stop_it_finishes_what_is_in_flight(start_mux: Any, start_worker: Any, how: str) -> None:
-    mux = start_mux()
-    control = await Control.connect(mux)
-    worker: FrameWorker = await start_worker(hold)
-    async with client(await control.push(running("a", worker))) as channel:
+    async with holding(start_mux, start_worker) as (mux, control, worker, channel):
         call = stub(channel, "Embed")(embed("x"))
         request = await worker.requests.get()
 
@@ -156,15 +167,10 @@ async def test_told_to_stop_it_finishes_what_is_in_flight(start_mux: Any, start_
         lengths(request)
 
         assert list((await call).embeddings) == [1.0]
-    assert await exit_status(mux) == 0
-    await control.close()
 
 
 async def test_what_does_not_finish_within_the_grace_is_cancelled(start_mux: Any, start_worker: Any) -> None:
-    mux = start_mux()
-    control = await Control.connect(mux)
-    worker: FrameWorker = await start_worker(hold)
-    async with client(await control.push(running("a", worker))) as channel:
+    async with holding(start_mux, start_worker) as (_mux, control, worker, channel):
         call = stub(channel, "Embed")(embed("x"))
         request = await worker.requests.get()
 
@@ -174,15 +180,10 @@ async def test_what_does_not_finish_within_the_grace_is_cancelled(start_mux: Any
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await call
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE, "clients may repeat the call elsewhere"
-    assert await exit_status(mux) == 0
-    await control.close()
 
 
 async def test_a_second_stop_with_a_shorter_grace_counts(start_mux: Any, start_worker: Any) -> None:
-    mux = start_mux()
-    control = await Control.connect(mux)
-    worker: FrameWorker = await start_worker(hold)
-    async with client(await control.push(running("a", worker))) as channel:
+    async with holding(start_mux, start_worker) as (_mux, control, worker, channel):
         call = stub(channel, "Embed")(embed("x"))
         request = await worker.requests.get()
 
@@ -193,8 +194,6 @@ async def test_a_second_stop_with_a_shorter_grace_counts(start_mux: Any, start_w
 
         assert await worker.cancels.get() == request.header.id
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
-    assert await exit_status(mux) == 0
-    await control.close()
 
 
 async def test_clients_connect_anew_at_the_greatest_age_and_no_call_fails(start_mux: Any, start_worker: Any) -> None:
@@ -250,10 +249,7 @@ async def test_clients_connect_anew_at_the_greatest_age_and_no_call_fails(start_
 async def test_an_idle_stream_does_not_hold_up_a_drain_and_what_is_in_flight_is_answered(
     start_mux: Any, start_worker: Any
 ) -> None:
-    mux = start_mux()
-    control = await Control.connect(mux)
-    worker: FrameWorker = await start_worker(hold)
-    async with client(await control.push(running("a", worker))) as channel:
+    async with holding(start_mux, start_worker) as (_mux, control, worker, channel):
         idle, waiting = (stub(channel, "EmbedStream")() for _ in range(2))
         for stream in (idle, waiting):
             await stream.write(embed("x"))
@@ -275,15 +271,10 @@ async def test_an_idle_stream_does_not_hold_up_a_drain_and_what_is_in_flight_is_
         [reading] = first[1]
         assert list((await reading).embeddings) == [1.0]
         assert {await each for each in ended} == {grpc.StatusCode.UNAVAILABLE}
-    assert await exit_status(mux) == 0
-    await control.close()
 
 
 async def test_a_second_signal_does_not_wait(start_mux: Any, start_worker: Any) -> None:
-    mux = start_mux()
-    control = await Control.connect(mux)
-    worker: FrameWorker = await start_worker(hold)
-    async with client(await control.push(running("a", worker))) as channel:
+    async with holding(start_mux, start_worker) as (mux, control, worker, channel):
         call = stub(channel, "Embed")(embed("x"))
         await worker.requests.get()
 
@@ -293,7 +284,6 @@ async def test_a_second_signal_does_not_wait(start_mux: Any, start_worker: Any) 
 
         assert await exit_status(mux) == 0
         call.cancel()
-    await control.close()
 
 
 def sockets_in(folder: Path) -> list[str]:

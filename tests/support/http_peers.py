@@ -223,3 +223,26 @@ def reflection(channel: Any, version: str) -> Reflect:
         return response
 
     return ask
+
+
+class Feed:
+    """A request stream that the test feeds message by message.
+
+    Where the server ends the stream, nothing more may be on its way then, not even the feed's end: grpc.aio puts a
+    status of its own in place of the server's when a write comes too late (grpc issue 36066).
+    """
+
+    def __init__(self, *messages: Any) -> None:
+        self._messages: asyncio.Queue[Any] = asyncio.Queue()
+        self.say(*messages)
+
+    def say(self, *messages: Any) -> None:
+        for message in messages:
+            self._messages.put_nowait(message)
+
+    def end(self) -> None:
+        self._messages.put_nowait(None)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while (message := await self._messages.get()) is not None:
+            yield message

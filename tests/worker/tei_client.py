@@ -8,18 +8,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from multidict import CIMultiDictProxy
+from tests.conformance.case import COST_HEADERS as COST_HEADERS
 from tests.support.worker_process import LIMIT_S, WorkerProcess
-
-COST_HEADERS = (
-    "x-compute-type",
-    "x-compute-time",
-    "x-compute-characters",
-    "x-compute-tokens",
-    "x-total-time",
-    "x-tokenization-time",
-    "x-queue-time",
-    "x-inference-time",
-)
 
 
 class Told(NamedTuple):

@@ -18,7 +18,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.support.http_peers import reflection
+from tests.support.http_peers import Feed, reflection
 from tests.support.worker_process import Connect, WorkerProcess
 
 from teimgr.wire.frames import Method
@@ -81,25 +81,6 @@ async def ending(call: Any) -> tuple[grpc.StatusCode, str]:
 async def emptied(worker: WorkerProcess, connect: Connect) -> None:
     """Return when nothing is in the worker any more."""
     await (await connect(worker)).emptied()
-
-
-class Feed:
-    """A request stream that the test feeds message by message."""
-
-    def __init__(self, *messages: Any) -> None:
-        self._messages: asyncio.Queue[Any] = asyncio.Queue()
-        self.say(*messages)
-
-    def say(self, *messages: Any) -> None:
-        for message in messages:
-            self._messages.put_nowait(message)
-
-    def end(self) -> None:
-        self._messages.put_nowait(None)
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        while (message := await self._messages.get()) is not None:
-            yield message
 
 
 async def test_embed_gives_a_vector_and_tells_what_it_cost(channel: grpc.aio.Channel) -> None:

@@ -14,14 +14,14 @@ from tests.support.models.files import Wrapped, byte_level, qwen, unigram, word_
 WIDTH = 32
 MAX_LENGTH = 96
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "hidden_size": WIDTH,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
     "initializer_range": 0.2,
 }
-_DECODER: dict[str, Any] = {**_SHAPE, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+_DECODER: dict[str, Any] = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
 _ROBERTA_IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 
 Config = Callable[[int], transformers.PreTrainedConfig]
@@ -61,18 +61,18 @@ def widened(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel
 
 
 def _bert(vocabulary: int) -> transformers.PreTrainedConfig:
-    return transformers.BertConfig(vocab_size=vocabulary, max_position_embeddings=128, pad_token_id=0, **_SHAPE)
+    return transformers.BertConfig(vocab_size=vocabulary, max_position_embeddings=128, pad_token_id=0, **SHAPE)
 
 
 def _albert(vocabulary: int) -> transformers.PreTrainedConfig:
     return transformers.AlbertConfig(
-        vocab_size=vocabulary, embedding_size=16, max_position_embeddings=128, pad_token_id=0, **_SHAPE
+        vocab_size=vocabulary, embedding_size=16, max_position_embeddings=128, pad_token_id=0, **SHAPE
     )
 
 
 def _electra(vocabulary: int) -> transformers.PreTrainedConfig:
     return transformers.ElectraConfig(
-        vocab_size=vocabulary, embedding_size=16, max_position_embeddings=128, pad_token_id=0, **_SHAPE
+        vocab_size=vocabulary, embedding_size=16, max_position_embeddings=128, pad_token_id=0, **SHAPE
     )
 
 
@@ -89,25 +89,25 @@ def _deberta_v2(vocabulary: int) -> transformers.PreTrainedConfig:
         type_vocab_size=0,
         pad_token_id=1,
         pooler_hidden_size=WIDTH,
-        **_SHAPE,
+        **SHAPE,
     )
 
 
 def _roberta(vocabulary: int) -> transformers.PreTrainedConfig:
     return transformers.RobertaConfig(
-        vocab_size=vocabulary, max_position_embeddings=130, type_vocab_size=1, **_ROBERTA_IDS, **_SHAPE
+        vocab_size=vocabulary, max_position_embeddings=130, type_vocab_size=1, **_ROBERTA_IDS, **SHAPE
     )
 
 
 def _xlm_roberta(vocabulary: int) -> transformers.PreTrainedConfig:
     return transformers.XLMRobertaConfig(
-        vocab_size=vocabulary, max_position_embeddings=130, type_vocab_size=1, **_ROBERTA_IDS, **_SHAPE
+        vocab_size=vocabulary, max_position_embeddings=130, type_vocab_size=1, **_ROBERTA_IDS, **SHAPE
     )
 
 
 def _camembert(vocabulary: int) -> transformers.PreTrainedConfig:
     return transformers.CamembertConfig(
-        vocab_size=vocabulary, max_position_embeddings=130, type_vocab_size=1, **_ROBERTA_IDS, **_SHAPE
+        vocab_size=vocabulary, max_position_embeddings=130, type_vocab_size=1, **_ROBERTA_IDS, **SHAPE
     )
 
 
@@ -132,25 +132,25 @@ def _modernbert(vocabulary: int) -> transformers.PreTrainedConfig:
         cls_token_id=0,
         sep_token_id=2,
         **_ROBERTA_IDS,
-        **_SHAPE,
+        **SHAPE,
     )
 
 
 def _mpnet(vocabulary: int) -> transformers.PreTrainedConfig:
-    return transformers.MPNetConfig(vocab_size=vocabulary, max_position_embeddings=130, pad_token_id=1, **_SHAPE)
+    return transformers.MPNetConfig(vocab_size=vocabulary, max_position_embeddings=130, pad_token_id=1, **SHAPE)
 
 
 def _nomic_bert(vocabulary: int) -> transformers.PreTrainedConfig:
-    return transformers.NomicBertConfig(vocab_size=vocabulary, max_position_embeddings=128, **_SHAPE)
+    return transformers.NomicBertConfig(vocab_size=vocabulary, max_position_embeddings=128, **SHAPE)
 
 
 def _gte(vocabulary: int) -> transformers.PreTrainedConfig:
-    return transformers.GteConfig(vocab_size=vocabulary, max_position_embeddings=128, pad_token_id=1, **_SHAPE)
+    return transformers.GteConfig(vocab_size=vocabulary, max_position_embeddings=128, pad_token_id=1, **SHAPE)
 
 
 def _jina_v3(vocabulary: int) -> transformers.PreTrainedConfig:
     return transformers.JinaEmbeddingsV3Config(
-        vocab_size=vocabulary, max_position_embeddings=128, **_ROBERTA_IDS, **_SHAPE
+        vocab_size=vocabulary, max_position_embeddings=128, **_ROBERTA_IDS, **SHAPE
     )
 
 

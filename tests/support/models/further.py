@@ -8,19 +8,12 @@ from functools import partial
 from typing import Any
 
 import transformers
-from tests.support.models.families import FAMILIES, MAX_LENGTH, WIDTH, Family
+from tests.support.models.families import FAMILIES, MAX_LENGTH, SHAPE, WIDTH, Family
 from tests.support.models.files import byte_level, qwen, unigram, word_piece
 
-_SHAPE: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "initializer_range": 0.2,
-}
-_DECODER: dict[str, Any] = {**_SHAPE, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_DECODER: dict[str, Any] = {**SHAPE, "num_key_value_heads": 2, "max_position_embeddings": 256}
 _HEADS: dict[str, Any] = {**_DECODER, "head_dim": 8}
-_BERT: dict[str, Any] = {**_SHAPE, "max_position_embeddings": 128, "pad_token_id": 0}
+_BERT: dict[str, Any] = {**SHAPE, "max_position_embeddings": 128, "pad_token_id": 0}
 _IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 _GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": 16}
 _T5: dict[str, Any] = {
@@ -86,7 +79,7 @@ FURTHER = {
     ),
     "convbert": Family(word_piece(), _of("ConvBertConfig", embedding_size=WIDTH, conv_kernel_size=3, **_BERT)),
     "data2vec_text": Family(
-        byte_level(framed=True), _of("Data2VecTextConfig", max_position_embeddings=130, **_IDS, **_SHAPE)
+        byte_level(framed=True), _of("Data2VecTextConfig", max_position_embeddings=130, **_IDS, **SHAPE)
     ),
     "deberta": Family(
         byte_level(framed=True),
@@ -156,7 +149,7 @@ FURTHER = {
         "weightedmean",
     ),
     "gpt_neox": Family(
-        byte_level(framed=False), _of("GPTNeoXConfig", max_position_embeddings=256, **_IDS, **_SHAPE), "lasttoken"
+        byte_level(framed=False), _of("GPTNeoXConfig", max_position_embeddings=256, **_IDS, **SHAPE), "lasttoken"
     ),
     "gptj": Family(
         byte_level(framed=False),
@@ -184,7 +177,7 @@ FURTHER = {
         ),
         "lasttoken",
     ),
-    "ibert": Family(byte_level(framed=True), _of("IBertConfig", max_position_embeddings=130, **_IDS, **_SHAPE)),
+    "ibert": Family(byte_level(framed=True), _of("IBertConfig", max_position_embeddings=130, **_IDS, **SHAPE)),
     "lfm2": Family(
         byte_level(framed=True),
         _of(
@@ -208,7 +201,7 @@ FURTHER = {
             type_vocab_size=1,
             sep_token_id=2,
             **_IDS,
-            **_SHAPE,
+            **SHAPE,
         ),
     ),
     "luke": Family(
@@ -220,7 +213,7 @@ FURTHER = {
             max_position_embeddings=130,
             type_vocab_size=1,
             **_IDS,
-            **_SHAPE,
+            **SHAPE,
         ),
     ),
     "megatron_bert": Family(word_piece(), _of("MegatronBertConfig", **_BERT)),
@@ -248,7 +241,7 @@ FURTHER = {
             sep_token_id=2,
             max_position_embeddings=256,
             **_IDS,
-            **_SHAPE,
+            **SHAPE,
         ),
         "mean",
     ),
@@ -262,7 +255,7 @@ FURTHER = {
             sep_token_id=2,
             max_position_embeddings=256,
             **_IDS,
-            **_SHAPE,
+            **SHAPE,
         ),
         "lasttoken",
     ),
@@ -337,7 +330,7 @@ FURTHER = {
     ),
     "roberta_prelayernorm": Family(
         byte_level(framed=True),
-        _of("RobertaPreLayerNormConfig", max_position_embeddings=130, type_vocab_size=1, **_IDS, **_SHAPE),
+        _of("RobertaPreLayerNormConfig", max_position_embeddings=130, type_vocab_size=1, **_IDS, **SHAPE),
     ),
     "roc_bert": Family(word_piece(), _of("RoCBertConfig", enable_pronunciation=False, enable_shape=False, **_BERT)),
     "roformer": Family(word_piece(), _of("RoFormerConfig", **_BERT)),
@@ -347,7 +340,7 @@ FURTHER = {
     "t5_relu": Family(unigram(None), _of("T5Config", feed_forward_proj="relu", **_T5)),
     "umt5": Family(unigram(None), _of("UMT5Config", feed_forward_proj="gated-gelu", **_T5)),
     "xlm_roberta_xl": Family(
-        unigram("<s>"), _of("XLMRobertaXLConfig", max_position_embeddings=130, type_vocab_size=1, **_IDS, **_SHAPE)
+        unigram("<s>"), _of("XLMRobertaXLConfig", max_position_embeddings=130, type_vocab_size=1, **_IDS, **SHAPE)
     ),
     "xlnet": Family(
         unigram("<s>"),
@@ -362,7 +355,7 @@ FURTHER = {
             max_position_embeddings=130,
             type_vocab_size=1,
             **_IDS,
-            **_SHAPE,
+            **SHAPE,
         ),
     ),
 }
