@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from logging import Logger
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -68,3 +69,14 @@ async def in_background(work: Callable[[], Coroutine[Any, Any, None]], name: str
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+async def regularly(work: Callable[[], Awaitable[object]], interval_s: float, failure: str, log: Logger) -> None:
+    """Do `work` every `interval_s` until cancelled. An exception of it is a defect: it is logged with the text
+    `failure`, nothing changes, and the next time may be good."""
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            await work()
+        except Exception:
+            log.exception(failure)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from teimgr.config.sources import digest_of
-from teimgr.control.background import in_background
+from teimgr.control.background import in_background, regularly
 from teimgr.errors import InvalidConfig
 from teimgr.observability.request_context import ordered_by
 
@@ -67,12 +67,7 @@ class ConfigWatch:
         return [self._alarm] if self._alarm else []
 
     async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
-            try:
-                await self.look()
-            except Exception:  # a defect: the fleet stays as it is, and the next look may be good
-                log.exception("the configuration file was not looked at")
+        await regularly(self.look, self._interval_s, "the configuration file was not looked at", log)
 
     async def look(self) -> None:
         """Look once, and reload a file that has changed."""

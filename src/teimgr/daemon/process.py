@@ -75,12 +75,12 @@ log = logging.getLogger(__name__)
 
 EXIT_REFUSED = 1
 QUIET_S = 1.0
-"""For requests on open connections that a successor cannot take over, before they are closed."""
+"""How long requests on connections that a successor cannot take over may go on."""
 LAST_GRACE_S = 1.0
-"""What workers have at the end of a stop at least, to finish a batch and give their device and ports back."""
-# For the end of the daemon beside its grace: more than the phases of a shutdown may take together.
+"""The least time that workers get in a stop, to finish a batch and release their device and ports."""
+# Added to the grace for the end of the daemon: more than all phases of a shutdown may take together.
 _END_LIMIT_S = 40.0
-# For threads that are left when all phases are over.
+# How long to wait for threads that still run after all phases.
 _THREADS_LIMIT_S = 5.0
 
 
@@ -113,6 +113,8 @@ class Daemon:
         self.settings = settings = configuration.settings
         self.stopping = asyncio.Event()
         self._serves = asyncio.Event()
+        self._is_forced = self._reload_waits = False
+        self._preflight: asyncio.Task[None] | None = None
         self._stop_began: float | None = None
         self._last_resort = threading.Timer(0, self._give_up)  # not started
         self.notifier = Notifier()
@@ -134,7 +136,7 @@ class Daemon:
         self._build_http()
 
     def _build_processes(self, configuration: Configuration, source: Source) -> None:
-        """What starts and watches workers and muxes."""
+        """Build the parts that start and watch workers and muxes."""
         settings, gpus, leaving = self.settings, GpuInventory(), LeavingHosts()
         options = LocalOptions(
             run_dir=settings.run_dir,
@@ -183,7 +185,7 @@ class Daemon:
         self.config_watch = ConfigWatch(source.file, settings.config_watch_secs, self.reloader)
 
     def _build_http(self) -> None:
-        """What REST, gateway and page answer with, and the application of them."""
+        """Build the parts behind REST, gateway and page, and their application."""
         settings = self.settings
         identity = self.cluster.identity if self.cluster else None
         self.tls = RestTls(settings.tls_files)
@@ -282,18 +284,7 @@ class Daemon:
 
     async def _serve(self, listeners: Listeners, health: Listener | None) -> int:
         try:
-            await self.manager.restore()
-            self.events.restore(await asyncio.to_thread(self.event_file.read))
-            self.policy.swap(self._policy_of(self.settings))  # the state file is ours, and so are the tenants
-            self.events.note(self.manager.list())  # later changes are events
-            for notice in self.reloader.notices():
-                log.warning(notice)
-            preflight = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")
-            if self.preflight.must_pass:
-                await preflight
-            await self.registry.start()
-            if self.batches is not None:
-                await self.batches.load()
+            await self._restore()
             serving = self.tls.serving(self.app, listeners.rest, self.app.state.direct, listeners.unix, listeners.more)
             async with (
                 serving as server,
@@ -348,6 +339,21 @@ class Daemon:
             await self._stop()
         return 0
 
+    async def _restore(self) -> None:
+        """Read what an earlier daemon left, and begin the preflight."""
+        await self.manager.restore()
+        self.events.restore(await asyncio.to_thread(self.event_file.read))
+        self.policy.swap(self._policy_of(self.settings))  # the state file is ours, and so are the tenants
+        self.events.note(self.manager.list())  # later changes are events
+        for notice in self.reloader.notices():
+            log.warning(notice)
+        self._preflight = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")
+        if self.preflight.must_pass:
+            await self._preflight
+        await self.registry.start()
+        if self.batches is not None:
+            await self.batches.load()
+
     def _addresses(self) -> dict[str, str]:
         """The addresses of its ports, for its log."""
         settings = self.settings
@@ -359,7 +365,7 @@ class Daemon:
 
     @contextlib.asynccontextmanager
     async def _health_port(self, sock: socket.socket | None) -> AsyncIterator[Listener | None]:
-        """Answer probes on `health_port`, where there is one, from before the start until the workers have ended."""
+        """Answer probes on `health_port`, if it is set, from before the start until the workers have ended."""
         if sock is None:
             yield None
             return
@@ -388,15 +394,15 @@ class Daemon:
         return in_background(work, "rotation of the daemon's log")
 
     async def _renew(self) -> None:
-        """After an upgrade: replace what was adopted of another version, the muxes first, which route to the others."""
+        """After an upgrade: replace adopted processes of another version, muxes first, as they route to workers."""
         await self.muxes.replaced()
         await self.manager.renew_workers()
 
     async def _await_turn(self, listeners: Listeners) -> None:
-        """Wait for the word of a predecessor: until then state file, run directory and the file of the socket are its.
+        """Wait until a predecessor hands over; it owns state file, run directory and the socket's file until then.
 
         Raises:
-            Unavailable: it gives none.
+            Unavailable: it does not hand over.
         """
         if self.predecessor is None:
             return
@@ -411,13 +417,13 @@ class Daemon:
         log.info("taking over from the daemon before")
 
     def _take_over(self, follower: Follower) -> None:
-        """A successor is ready: leave everything to it."""
+        """A successor is ready: hand everything over to it."""
         if self.succession.tells_supervisor:
             self.notifier.leave_to(follower.pid)
         self.stopping.set()
 
     def _leave_listeners(self, listeners: Listeners, server: Listener, health: Listener | None) -> None:
-        """Leave new connections to the successor, and open ones too, as far as another process can serve them."""
+        """Leave new connections to the successor, and those open ones that another process can serve."""
         if health is not None:
             health.leave()
         listeners.keep_files()
@@ -431,7 +437,7 @@ class Daemon:
 
     @contextlib.asynccontextmanager
     async def _giving_way(self) -> AsyncIterator[None]:
-        """After the block, before open requests end: give up what a successor needs, and give it the word."""
+        """After the block, before open requests end: release what a successor needs, and let it begin."""
         yield
         if not self.succession.is_taking_over:
             return
@@ -446,7 +452,7 @@ class Daemon:
             log.info("the next daemon has taken over", extra={"successor": pid})
 
     def _places(self) -> dict[str, object]:
-        """Where this daemon keeps what it keeps, as absolute paths, for the first line of its log."""
+        """The absolute paths of this daemon's files and folders, for the first line of its log."""
         file = self.reloader.source.file
         folders = {name: str(getattr(self.settings, name).absolute()) for name in ("state_file", "log_dir", "run_dir")}
         return {"version": __version__, "pid": os.getpid(), "config": file and str(file.absolute()), **folders}
@@ -454,7 +460,7 @@ class Daemon:
     async def _stop(self) -> None:
         """After REST is closed: end the muxes, then the workers, then the rest. Calls have one grace for all phases.
 
-        Where a successor has the word, muxes and workers are its.
+        If a successor has taken over, it owns muxes and workers.
         """
         await self.succession.cancel()
         grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
@@ -488,7 +494,7 @@ class Daemon:
         self._end_within(_THREADS_LIMIT_S)
 
     def _end_within(self, limit_s: float) -> None:
-        """End the process in any case: a thread that waits for a disk cannot be cancelled, and Python waits for it."""
+        """End the process by force: a thread that waits for a disk cannot be cancelled, and Python waits for it."""
         self._last_resort.cancel()
         self._last_resort = threading.Timer(limit_s, self._give_up)
         self._last_resort.daemon = True
@@ -500,7 +506,7 @@ class Daemon:
         os._exit(self.succession.leave(EXIT_REFUSED))
 
     def ended(self) -> None:
-        """The loop and its threads have ended: nothing is left to wait for."""
+        """The loop and its threads have ended: cancel the forced exit."""
         self._last_resort.cancel()
 
     async def _force_stop(self) -> None:
@@ -510,7 +516,7 @@ class Daemon:
         await self.manager.shutdown(at_once=True)
 
     def _mux_states(self) -> Mapping[str, str]:
-        """What the muxes of each host do, by its name in the fleet."""
+        """The muxes of each host, by the host's name in the fleet."""
         own = self.cluster.head.host.name if self.cluster else ""
         return {host or own: state for host, state in self.muxes.states().items()}
 
@@ -542,53 +548,23 @@ class Daemon:
         terminal is gone. SIGUSR2: restart.
 
         A reload waits until the daemon serves: before, it would move a fleet that is not listed yet, and end a start
-        that systemd awaits. Once a successor is ready, signals are passed on to it, SIGHUP with the word; so is
-        one that comes while it starts, as it may have read the configuration before.
+        that systemd waits for. Once a successor is ready, signals are passed on to it. A SIGHUP that comes while the
+        successor starts is passed on too, since it may have read the configuration already.
         """
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
-        forced = reload_waits = False
 
         def run(work: Coroutine[Any, Any, None]) -> None:
             task = loop.create_task(work)
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
-        def on_stop() -> None:
-            nonlocal forced
-            if self.stopping.is_set() and not forced:
-                forced = True
-                run(self._force_stop())
-            self.stopping.set()
-
         has_terminal = os.isatty(0)
-
-        async def reload() -> None:
-            nonlocal reload_waits
-            if has_terminal and not os.isatty(0):
-                self.stopping.set()
-                return
-            if reload_waits:
-                return
-            reload_waits = True
-            await self._serves.wait()
-            reload_waits = False
-            if self.stopping.is_set():
-                return
-            self.notifier.reloading()
-            with ordered_by("SIGHUP"), contextlib.suppress(InvalidConfig):  # logged, and an alarm
-                await self.reloader.reload()
-            self.notifier.send("READY=1")
-
-        async def restart() -> None:
-            with ordered_by("SIGUSR2"), contextlib.suppress(TeimgrError):  # logged
-                await self.succession.begin()
-
         handlers: dict[signal.Signals, Callable[[], None]] = {
-            signal.SIGINT: on_stop,
-            signal.SIGTERM: on_stop,
-            signal.SIGHUP: lambda: run(reload()),
-            signal.SIGUSR2: lambda: run(restart()),
+            signal.SIGINT: lambda: self._stop_by_signal(run),
+            signal.SIGTERM: lambda: self._stop_by_signal(run),
+            signal.SIGHUP: lambda: run(self._reload_by_signal(has_terminal)),
+            signal.SIGUSR2: lambda: run(self._restart_by_signal()),
         }
 
         def on_signal(number: signal.Signals) -> None:
@@ -608,6 +584,32 @@ class Daemon:
                 block_signals()  # for the parent that this process becomes
             for number in handlers:
                 loop.remove_signal_handler(number)
+
+    def _stop_by_signal(self, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        if self.stopping.is_set() and not self._is_forced:
+            self._is_forced = True
+            run(self._force_stop())
+        self.stopping.set()
+
+    async def _reload_by_signal(self, has_terminal: bool) -> None:
+        if has_terminal and not os.isatty(0):
+            self.stopping.set()
+            return
+        if self._reload_waits:
+            return
+        self._reload_waits = True
+        await self._serves.wait()
+        self._reload_waits = False
+        if self.stopping.is_set():
+            return
+        self.notifier.reloading()
+        with ordered_by("SIGHUP"), contextlib.suppress(InvalidConfig):  # logged, and an alarm
+            await self.reloader.reload()
+        self.notifier.send("READY=1")
+
+    async def _restart_by_signal(self) -> None:
+        with ordered_by("SIGUSR2"), contextlib.suppress(TeimgrError):  # logged
+            await self.succession.begin()
 
     def _policy_of(self, settings: Settings) -> Policy:
         keys = settings.auth.api_keys if settings.auth else ()

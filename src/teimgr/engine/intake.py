@@ -204,10 +204,7 @@ class Intake:
                 entries += _enqueued(admitted)
                 failures += failed
                 chunk.empty += refused
-            if entries:
-                self._queue.put(entries)
-            if failures or chunk.empty:
-                self._finisher.put(Failures(failures, chunk.empty))
+            self._pass_on(entries, failures, chunk.empty)
         self._count_tokenized(chunk.parts)
         return True
 
@@ -217,12 +214,17 @@ class Intake:
             return False
         with short_turns():
             entries, failures = self._tokenize(chunk)
-        if entries:
-            self._queue.put(entries)
-        if failures or chunk.empty:
-            self._finisher.put(Failures(failures, chunk.empty))
+        self._pass_on(entries, failures, chunk.empty)
         self._count_tokenized(chunk.parts)
         return True
+
+    def _pass_on(
+        self, entries: list[QueueEntry], failures: list[tuple[Job, int, TeimgrError]], empty: list[Job]
+    ) -> None:
+        if entries:
+            self._queue.put(entries)
+        if failures or empty:
+            self._finisher.put(Failures(failures, empty))
 
     def _tokenize_queries(self, chunk: _Chunk) -> list[QueueEntry]:
         """Tokenize queries. Those that cannot be are left to the tokenizer thread, since the finisher may have to be

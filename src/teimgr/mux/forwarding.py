@@ -138,28 +138,37 @@ async def forward_collected(
         async with asyncio.timeout(timeout_s) as limit:
             await pairs.collect(receive, message_timeout_s, request_of)
             assert target is not None
-            to, flags = target, in_lane(pairs.flags, lane)
-
-            async def call(left_s: float | None) -> WorkerReply:
-                with router.lease(to) as lease:
-                    record.found(lease.instance)
-                    lease.expect(expected)
-                    try:
-                        reply = await lease.call(rpc.worker_method(), pairs.payload(), flags=flags)
-                    except Unavailable as error:
-                        raise as_unloaded(router, lease.instance, error) or error from None
-                    record.has(lease.marks)
-                    return reply
-
+            flags = in_lane(pairs.flags, lane)
+            call = partial(_call_collected, rpc, router, target, pairs, flags, expected, record)
             try:
-                return await call(None)
+                return await call()
             except NotLoaded as error:
                 missing = error
-            return await call_when_ready(loads, missing, None, call)
+            return await call_when_ready(loads, missing, None, lambda left_s: call())
     except TimeoutError:
         if not limit.expired():
             raise
         raise DeadlineExceeded from None
+
+
+async def _call_collected(
+    rpc: Rpc,
+    router: RouterView,
+    target: Target,
+    pairs: PairCollector,
+    flags: int,
+    expected: str | None,
+    record: CallRecord,
+) -> WorkerReply:
+    with router.lease(target) as lease:
+        record.found(lease.instance)
+        lease.expect(expected)
+        try:
+            reply = await lease.call(rpc.worker_method(), pairs.payload(), flags=flags)
+        except Unavailable as error:
+            raise as_unloaded(router, lease.instance, error) or error from None
+        record.has(lease.marks)
+        return reply
 
 
 class StreamForwarder:

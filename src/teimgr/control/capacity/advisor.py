@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from teimgr.control.capacity.history import HOUR_S, INTERVAL_S, Counters, History, Memory, unseen
+from teimgr.control.background import regularly
+from teimgr.control.capacity.history import HOUR_S, INTERVAL_S, History, Memory, Stats, by_instance, unseen
 from teimgr.control.capacity.recommendations import Card, Expectation, Observation, Recommendation, recommend, verdict
 from teimgr.control.delayed_json import KeptFile
 from teimgr.control.ledger.admission import Admission
@@ -32,8 +32,6 @@ _KEPT = 100
 _MAX_EXTENSIONS = 3  # of the window, while too little is computed to judge by
 _NOT_AGAIN_S = 86400.0  # after it was taken back
 _CARD_PER_HELD = 2  # room on a card, for what a worker holds on the host
-
-Stats = Callable[[Collection[str] | None], Awaitable[Sequence[Counters]]]
 
 
 class Fleet(Protocol):
@@ -118,19 +116,15 @@ class Advisor:
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        while True:
-            await asyncio.sleep(INTERVAL_S)
-            try:
-                await self.look()
-                await self.judge()
-            except Exception:  # a defect: nothing is changed, and the next reading may be good
-                log.exception("no recommendations")
+        await regularly(self._look_and_judge, INTERVAL_S, "no recommendations", log)
+
+    async def _look_and_judge(self) -> None:
+        await self.look()
+        await self.judge()
 
     async def look(self) -> None:
         """Take a reading of every instance with workers."""
-        found: defaultdict[str, list[Counters]] = defaultdict(list)
-        for each in await self._stats(None):
-            found[each.instance].append(each)
+        found = by_instance(await self._stats(None))
         now = asyncio.get_running_loop().time()
         before, self._histories = self._histories, {}
         for name in dict.fromkeys((*before, *found)):

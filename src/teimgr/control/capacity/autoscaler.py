@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from teimgr.control.capacity.history import Counters, Refusals
+from teimgr.control.background import regularly
+from teimgr.control.capacity.history import Counters, Refusals, Stats, by_instance
 from teimgr.control.capacity.policy import MIN_SAMPLES, Decision, Reading, Seen, Terms, adds, decide
 from teimgr.control.delayed_json import KeptFile
 from teimgr.control.ledger.footprints import engine_version
@@ -100,9 +101,6 @@ _START_S = 5.0  # until one was measured
 KNOWN_FOR_S = 90.0
 """How long the last figures of a worker that does not answer count: it may have too much work to answer, and a scaler
 that asks every half minute would take a replica away at the peak. One that hangs is replaced long before."""
-
-
-Stats = Callable[[Collection[str] | None], Awaitable[Sequence[Counters]]]
 
 
 class Fleet(Protocol):
@@ -204,12 +202,7 @@ class Autoscaler:
 
     async def run(self) -> None:
         """Decide until cancelled."""
-        while True:
-            await asyncio.sleep(INTERVAL_S)
-            try:
-                await self.step()
-            except Exception:  # a defect: the replicas stay as they are, and the next reading may be good
-                log.exception("no decision about replicas")
+        await regularly(self.step, INTERVAL_S, "no decision about replicas", log)
 
     async def step(self) -> None:
         """Take one reading of each scaled instance and carry out what follows."""
@@ -218,9 +211,7 @@ class Autoscaler:
         running = [name for name, view in views.items() if view.state is State.RUNNING]
         if not running:
             return
-        found: defaultdict[str, list[Counters]] = defaultdict(list)
-        for each in await self._stats(running):
-            found[each.instance].append(each)
+        found = by_instance(await self._stats(running))
         now = asyncio.get_running_loop().time()
         for view in self._fleet.scaled():  # as they are now: a user may have changed or deleted one meanwhile
             if view.state is State.RUNNING and (course := self._courses.get(view.spec.name)) is not None:
@@ -229,7 +220,7 @@ class Autoscaler:
     async def _step(self, view: InstanceView, course: _Course, found: Sequence[Counters], now: float) -> None:
         serving = _serving(view)
         if len(found) != len(serving) or (reading := course.read(found, now)) is None:
-            return  # a worker that did not answer is no reason to take one away
+            return  # not a reason to remove a replica: a worker did not answer
         key = rates_key(view, serving)
         if key != course.rates_key:
             course.rates_key, course.seen = key, self._rates.seen(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from teimgr.control.capacity.recommendations import Card, Observation
@@ -37,6 +37,18 @@ class Counters(Protocol):
 
     @property
     def counters(self) -> Mapping[str, Any]: ...
+
+
+Stats = Callable[[Collection[str] | None], Awaitable[Sequence[Counters]]]
+"""What the workers of these instances report, or those of all."""
+
+
+def by_instance(found: Iterable[Counters]) -> defaultdict[str, list[Counters]]:
+    """The reports of workers, by the name of their instance."""
+    named = defaultdict[str, list[Counters]](list)
+    for each in found:
+        named[each.instance].append(each)
+    return named
 
 
 class Memory(NamedTuple):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from teimgr.control.background import regularly
 from teimgr.control.launch.process_handle import (
     LaunchFailed,
     ProcessHandle,
@@ -118,12 +119,7 @@ class Sweep:
 
     async def _run(self, after: Callable[[], Awaitable[None]]) -> None:
         await after()
-        while True:
-            await asyncio.sleep(SWEEP_INTERVAL_S)
-            try:
-                await self.look()
-            except Exception:  # of one look, such as no descriptors left
-                log.exception("sweep for stray workers failed")
+        await regularly(self.look, SWEEP_INTERVAL_S, "sweep for stray workers failed", log)
 
     async def _end_stray(self, stray: Stray) -> None:
         facts = {"instance": stray.instance, "pid": stray.pid, "incarnation": stray.key}
