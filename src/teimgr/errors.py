@@ -83,7 +83,7 @@ class TeimgrError(Exception):
     UNTOLD: ClassVar[float] = -1.0  # in place of `retry_after_s`: it depends on an operator
     retry_after_s: float | None = None  # when to try again, where that was estimated
     is_of_load: bool = False  # `retry_after_s` is what is left of a load, which other calls do not change
-    input_index: int | None = None  # of the input at fault, if the call has several
+    input_index: int | None = None  # index of the input at fault, if the call has several
 
     def __init_subclass__(cls, code: Code | None = None) -> None:
         if code is not None:
@@ -96,7 +96,7 @@ class TeimgrError(Exception):
         self.message = message
 
     def name_input(self, index: int) -> None:
-        """Say which of several inputs is at fault."""
+        """Set the index of the input at fault."""
         self.input_index = index
 
     def try_after(self, seconds: float | None) -> None:
@@ -104,7 +104,7 @@ class TeimgrError(Exception):
         self.retry_after_s = seconds
 
     def try_after_load(self, seconds: float | None) -> None:
-        """Say when to try again by what is left of a load."""
+        """Set when to try again, by the time left of a load."""
         self.retry_after_s, self.is_of_load = seconds, True
 
     def reword(self, message: str) -> None:
@@ -258,7 +258,7 @@ class UpdateInProgress(Refused, code=Code.UPDATE_IN_PROGRESS):
 
 
 class UpdateFailed(Refused, code=Code.UPDATE_FAILED):
-    """The workers of an update did not start, or the successor of a daemon: those of before serve on."""
+    """The workers of an update, or the successor of a daemon, did not start: the previous ones serve on."""
 
 
 class PortConflict(Refused, code=Code.PORT_CONFLICT):

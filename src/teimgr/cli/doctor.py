@@ -218,7 +218,7 @@ def connection_of(settings: Settings, flags: ConnectionValues) -> DaemonConnecti
 
 
 def check_daemon(connection: DaemonConnection, *, is_named: bool) -> Iterator[Finding]:
-    """Whether the daemon answers, and what is wrong with it, by its own answers.
+    """Whether the daemon answers, and which problems it reports.
 
     `is_named`: a user has named it, so that none is a fault.
     """

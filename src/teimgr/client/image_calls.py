@@ -22,7 +22,7 @@ from teimgr.spec import MAX_TEXT_BYTES
 
 _REQUEST_BYTES = 4 * 2**20  # of files; in base64 a third more
 _MAX_FILE_BYTES = MAX_TEXT_BYTES // 4 * 3  # in base64 the longest text of a request
-# What is written in place of modes that no PNG has. 32 bits, `I` and `F`, have no known range.
+# Modes that PNG lacks, and what they are converted to. `I` and `F`, of 32 bits, have no known range.
 _PNG_MODES = {**dict.fromkeys(("CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB"), "RGBa": "RGBA", "PA": "RGBA"}
 _REQUEST_IMAGES = 8  # the default limit of an instance is 32
 
@@ -75,9 +75,7 @@ class ImageCalls(RpcCalls, RestCalls):
         return np.array(rows, np.float32) if rows else np.empty((0, 0), np.float32)
 
     async def _rows(self, images: Sequence[Image], first: int, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
-        """A vector for each of some images, the first of which is number `first`, in as many requests as their bytes
-        need.
-        """
+        """A vector for each image, in as many requests as their bytes need; the first image has the number `first`."""
         files = await asyncio.to_thread(
             lambda: [_file_of(one, f"images[{at}]") for at, one in enumerate(images, first)]
         )

@@ -1,4 +1,4 @@
-"""Messages between daemon, bridge, node agents and actors: the values in their lines of JSON."""
+"""Messages between daemon, bridge, node agents and actors: the values in their JSON lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMESPACE = "teimgr"
 
 
 async def read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next message; None at the end of the stream, or where it is broken."""
+    """The next message; None at the end of the stream, or if it is broken."""
     try:
         return await read_line(reader)
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def exit_from_dict(values: Mapping[str, Any]) -> Exit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """What must be equal on all hosts of a fleet."""
+    """Versions that must be equal on all hosts of a fleet."""
 
     teimgr: str
     ray: str

@@ -19,7 +19,7 @@ _WRITE_AFTER_S = 1.0  # many changes come together
 
 
 class DelayedJson:
-    """Figures that can be measured again: errors of the disk are logged. Without a path nothing is read or written.
+    """Figures that can be measured again, so disk errors are only logged. Without a path nothing is read or written.
 
     `name` is for logs; `content`, called on a thread, gives the object to write.
     """
@@ -41,7 +41,7 @@ class DelayedJson:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("%s cannot be read, and are measured again: %s", self._name, error)
+            log.warning("%s cannot be read and will be measured again: %s", self._name, error)
 
     def write_soon(self) -> None:
         """The content has changed; call it on the event loop."""

@@ -1,7 +1,7 @@
 """Load a model of the transformers library from its directory, and account for every weight in its files.
 
-A weight that is missing, of another shape, or that no module takes refuses the model: the result would be wrong without
-a word. What is left over may only be a head that is not used, or a table that the library computes itself.
+A model with a weight that is missing, of another shape, or not used by any module is refused: its results would be
+silently wrong. Weights that are left over may only be those of an unused head, or a table that the library computes.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def load_module(layout: Layout, device: torch.device) -> Any:
         module, report = _read(layout, kind, config, options, weights)
         if (weights := _unwrapped(layout, report)) is not None:
             module, report = _read(layout, kind, config, options, weights)
-    except Exception as error:  # of any kind, the library's or the model's own code; the next try would end alike
+    except (
+        Exception
+    ) as error:  # any exception, of the library or of the model's own code; another attempt would fail too
         if gpu.is_out_of_memory(error):
             raise
         broken = broken_file(layout.weights_dir)
@@ -178,7 +180,7 @@ def load_plain_module(layout: Layout, device: torch.device) -> Any | None:
             if name not in weights or (weights[name].dtype, weights[name].shape) != (torch.float32, weight.shape):
                 return None
         module.load_state_dict({name: weights[name] for name in wanted}, assign=True)
-    except Exception as error:  # of any kind: `load_module` tells what is wrong
+    except Exception as error:  # any exception: `load_module` reports the reason
         log.info("a model is not loaded the short way: %s", error)
         return None
     put_own_rotary(module)
@@ -196,7 +198,7 @@ def _finished(module: Any, device: torch.device) -> Any:
 def _class_and_options(layout: Layout) -> tuple[Any, Any, dict[str, Any]]:
     """The class to load, its configuration, and what else it is made with."""
     config = _configuration(layout)
-    # What a forward returns besides is not used, and some configurations of training are saved so.
+    # Other results of a forward are not used; some models are saved with these switched on, from training.
     config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
     if layout.backbone is Backbone.ENCODER and config.model_type == "t5gemma":
         config.is_encoder_decoder = False  # its encoder's class refuses the configuration of the whole
@@ -295,7 +297,7 @@ def _matrices(config: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
 
 
 def _reason(error: Exception) -> str:
-    """The library's own sentence, or what failed where it is a bare exception of Python."""
+    """The library's own message, or the name of a Python exception without one."""
     if isinstance(error, (OSError, ValueError, RuntimeError, ImportError)) and str(error):
         return str(error)
     return f"its code fails with {type(error).__name__}: {error}"

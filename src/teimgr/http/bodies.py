@@ -1,7 +1,7 @@
 """Bodies of HTTP requests and replies within limits, hosts, foreign web pages.
 
-What a client has not read of its replies, over HTTP/1 and HTTP/2, is charged to its connection, which is a part of its
-address, which is a part of the port.
+Unread bytes of replies, over HTTP/1 and HTTP/2, count against the limits of the connection, of its address and of the
+port.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from teimgr.http.connection_gate import LIMITS, Phase, network_of
 from teimgr.http.direct import PART_BYTES, DirectRequest
 from teimgr.http.turns import Turns
 
-# Limits on the wait of a body for its budget, of one without a length for the rest of it (others may wait for what it
-# holds), and on the time in which its client sends it.
+# How long a body waits for its budget, how long one without a length waits for more of it (others may wait for what it
+# holds), and how long its client may take to send it.
 _BUDGET_WAIT_S = 30.0
 _GROWTH_WAIT_S = 5.0
 # Once this much of a body has come, the rest of its announced length is reserved.
@@ -42,7 +42,7 @@ SINGLE_HEADERS = frozenset((b"host", b"content-length", b"authorization", b"x-ap
 _HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)(?:%[\w.~-]+)?\]|[\w.~%!$&'()*+,;=-]*)(?::([0-9]{0,5}))?")
 
 PATH_PREFIX = "teimgr.path_prefix"
-"""The key of a scope with the path prefix that a proxy has stripped; empty or absent: none."""
+"""Key of a scope: the path prefix that a proxy has stripped; empty or absent without one."""
 
 
 _SHOWN_ENCODING_CHARS = 256
@@ -77,7 +77,7 @@ def media_type(content_type: str) -> str:
 
 def is_json(content_type: str) -> bool:
     """Whether a Content-Type header names JSON, or a form of it such as application/problem+json."""
-    if content_type == "application/json":  # as nearly all have it
+    if content_type == "application/json":  # the usual form
         return True
     kind = media_type(content_type)
     return kind == "application/json" or re.fullmatch(r"application/[^/+]+\+json", kind) is not None
@@ -145,15 +145,15 @@ class SlowClient(Exception):
 
 
 async def charge_body(charge: Charge, size: int) -> None:
-    """Charge a body of known size; raises Overloaded where the budget stays exhausted."""
+    """Charge a body of known size; raises Overloaded if the budget stays exhausted."""
     await charge.take(size, _BUDGET_WAIT_S)
 
 
 async def read_body(request: DirectRequest, limit_bytes: int, charge: Charge, start: bytes = b"") -> bytearray | None:
     """`start` and the whole body, charged as it arrives; None when the body is larger than `limit_bytes`.
 
-    An announced length alone holds nothing. Once 64 KiB of a body have come its rest is reserved, so that it is read to
-    its end rather than to where all that are being read wait for each other; while it comes slowly, others may use it.
+    An announced length alone reserves nothing. Once 64 KiB of a body have come its rest is reserved, so that bodies do
+    not wait for each other half read; while it comes slowly, others may use the reservation.
 
     Raises:
         Overloaded: the budget stayed exhausted.
@@ -171,7 +171,7 @@ async def read_body(request: DirectRequest, limit_bytes: int, charge: Charge, st
 
 
 async def read_whole(request: DirectRequest, limit_bytes: int, charge: Charge) -> bytes | bytearray | None:
-    """Like `read_body`; a body that is there is charged at once."""
+    """Like `read_body`; a body that has arrived is charged at once."""
     size = request.body.whole_bytes
     if size is None or size > limit_bytes:
         return await read_body(request, limit_bytes, charge)
@@ -233,9 +233,9 @@ UNREAD = "teimgr.unread_replies"
 """The key of a scope with the `UnreadReplies` of its connection."""
 
 UNREAD_BYTES = 64 * 2**20
-# The part of one address in those of all, and of one connection in those of its address.
+# The share of one address in the limit of the port, and of one connection in that of its address.
 _SHARE = 2
-# So small replies, such as those of health, are never refused: all streams that a process serves hold 32 MiB of them.
+# Smaller replies, such as those of health, are never refused: all streams of a process together hold 32 MiB of them.
 _SMALL_BYTES = 4096
 _WAIT_S = 10.0
 _READS = ("GET", "HEAD", "OPTIONS")
@@ -261,7 +261,7 @@ class UnreadOfPort(ByteBudget):
 
 
 def has_room(scope: Scope) -> bool:
-    """Whether the connection of a request has room for its reply."""
+    """Whether the reply to a request fits the limit of its connection."""
     unread: UnreadReplies | None = scope.get(UNREAD)
     return unread is None or unread.has_room
 
@@ -277,7 +277,7 @@ async def room_for_reply(scope: Scope) -> None:
 
 
 class _Refused(BaseException):
-    """Ends the application of a request that was refused as its reply began; no handler of errors answers it."""
+    """Ends the application of a request that was refused when its reply began; no error handler answers it."""
 
 
 class BoundedReplies:

@@ -409,7 +409,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._is_in_head and self._body_left is not None:
             return min(end, start + self._body_left)
         end = min(end, start + _PIECE_BYTES)
-        found = data.find(_HEAD_END, max(0, start - len(_HEAD_END) + 1), end)  # it may lie in two pieces
+        found = data.find(_HEAD_END, max(0, start - len(_HEAD_END) + 1), end)  # it may come in two pieces
         return end if found < 0 else found + len(_HEAD_END)
 
     def on_message_begin(self) -> None:

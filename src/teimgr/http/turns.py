@@ -1,7 +1,7 @@
 """Shares the turns of an event loop, by callers in rotation: each turn has a few calls that begin, a few units of work
 for connections, and a few milliseconds of work that requests need behind their heads. `SharedThreads` do longer work.
 
-Who has sent a request is known once its credentials are checked; until then it is the network of its address.
+The caller of a request is known once its credentials are checked; until then it counts as the network of its address.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 TURNS_OF: ContextVar[Hashable] = ContextVar("turns_of", default=None)
-"""With whose other work that of the present task shares turns, on the loop and on threads: a caller whose key was
-checked, or the network of an address."""
+"""The caller whose turns, on the loop and on threads, the current task uses: a caller whose key was checked, or the
+network of an address."""
 
 
 class Rotation(Generic[ItemT]):
@@ -41,7 +41,7 @@ class Rotation(Generic[ItemT]):
         self._count += 1
 
     def waiting_of(self, caller: Hashable) -> int:
-        """How many items of `caller` are to be popped."""
+        """How many items of `caller` wait."""
         return len(self._queues.get(caller, ()))
 
     def pop(self) -> ItemT:
@@ -98,7 +98,7 @@ class CallTurns(_InTurns):
         if self._left <= 0 or self._waiting:
             return False
         self._left -= 1
-        if 2 * self._left < self._per_turn:  # not for each of a few: a turn of the loop costs microseconds
+        if 2 * self._left < self._per_turn:  # not for the first few: a turn of the loop costs microseconds
             self._schedule()
         return True
 
@@ -151,15 +151,15 @@ def _go_on(begins: asyncio.Future[None]) -> bool:
     return True
 
 
-# Of a turn, for the work of `WorkTurns`: that of 64 small queries, which are one batch if they go on together.
+# Time for the work of `WorkTurns` in a turn: enough for 64 small queries, so that they go into one batch.
 _WORK_S = 0.006
 
 
 class WorkTurns(_InTurns):
     """Short work for requests on the event loop: `turn_s` of it a turn, the rest later, by `TURNS_OF` in rotation.
 
-    A turn has one piece of work at least, and ends with the one that uses it up: each has to be short itself. `clock`
-    returns seconds.
+    A turn does at least one piece of work, and ends with the piece that uses up its time, so each must be short.
+    `clock` returns seconds.
     """
 
     def __init__(self, turn_s: float = _WORK_S, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -215,15 +215,15 @@ class WorkTurns(_InTurns):
                 self._schedule()
 
 
-# Cost of what is processed in one turn of the loop for all connections of a protocol together. In HTTP/2's units, those
-# of `Framing.receive`, that is 8 ms at most, the time of a header block of Huffman strings that is as long as one may
-# be; in HTTP/1's, chunks of a body, some 2 ms.
+# Limit of what one turn of the loop processes for all connections of a protocol together. In the units of HTTP/2
+# (`Framing.receive`) that is at most 8 ms, the time of the longest header block of Huffman strings; in those of HTTP/1,
+# chunks of a body, about 2 ms.
 TURN_UNITS = 600
-# A request, which a task begins to answer: with what the head costs 0.1 ms or more.
+# Cost of a request that a task begins to answer: with its head 0.1 ms or more.
 REQUEST_UNITS = 24
-# What a connection may have processed at a time while others wait: a small call.
+# What is processed for a connection at a time while others wait: a small call.
 PART_UNITS = 48
-# This many of a caller's connections that were not behind before come before one that was.
+# After this many of a caller's new connections one that has waited before is served.
 _NEW_BEFORE_OLD = 3
 
 
@@ -315,7 +315,7 @@ class LoopTurns(_InTurns):
 
 
 class _Work(Future[ResultT]):
-    """The result of `work`, which is dropped where it is cancelled: a message may be in it, and its turn far away."""
+    """The result of `work`. Cancelling drops `work` at once: it may hold a message, and its turn may be far away."""
 
     def __init__(self, work: Callable[[], ResultT]) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ class SharedThreads:
         self._lock = Lock()
 
     async def run(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """What `work` returns or raises. Where the call is cancelled before it has begun, it never does."""
+        """What `work` returns or raises. A call that is cancelled before its work begins does not begin it."""
         return await asyncio.wrap_future(self.submit(work, *arguments))
 
     def submit(self, work: Callable[..., ResultT], *arguments: object) -> Future[ResultT]:

@@ -73,14 +73,14 @@ def score_modules(metadata: ModelMetadata) -> tuple[Module, ...] | None:
 
 
 def label_count(metadata: ModelMetadata) -> int:
-    """The number of scores that a model has for a text."""
+    """How many scores a model gives a text."""
     if (modules := score_modules(metadata)) is not None:
         return int(modules[-1].config().get("out_features") or 0)
     return len(metadata.config.get("id2label") or _default_labels(metadata.config))
 
 
 def written_activations(metadata: ModelMetadata) -> list[str]:
-    """The names of activation classes in the files, that which counts first."""
+    """The names of activation classes in the files, the one that takes precedence first."""
     own = metadata.config.get("sentence_transformers")
     written = (
         metadata.saved.get("activation_fn"),
@@ -112,7 +112,7 @@ def _labels(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _default_labels(config: dict[str, Any]) -> dict[str, str]:
-    """`id2label` as the library fills it in where config.json has none."""
+    """`id2label` as the library fills it in if config.json lacks it."""
     count = config.get("num_labels", _DEFAULT_LABELS)
     if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= _MAX_LABELS:
         raise ModelLoadFailed(f"config.json has num_labels = {count!r}, which should be a number above 0")
@@ -211,7 +211,7 @@ SEQ2SEQ = "ForConditionalGeneration"
 
 
 def writes_text(metadata: ModelMetadata) -> bool:
-    """Whether the model is a language model, or an encoder-decoder whose way to score pairs is known."""
+    """Whether the model is a language model, or an encoder-decoder whose scoring of pairs is known."""
     if metadata.has_head(SEQ2SEQ):
         return metadata.config["model_type"] in _RECIPES
     return metadata.has_head("ForCausalLM")

@@ -223,7 +223,7 @@ def current_tenant() -> int:
 
 
 ORDERED_BY: ContextVar[str | None] = ContextVar("ordered_by", default=None)
-"""Who ordered the change that the current task makes, such as `key ops`; None for what the daemon does by itself."""
+"""Who ordered the change that the current task makes, such as `key ops`; None for what the daemon does unasked."""
 
 
 @contextmanager

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _HTTP_PORT = 4318
 _FLUSH_MS = 3000
-# A stream may have a million messages: only the first ones get their own spans, the row counts cover all.
+# A stream may have a million messages: only the first ones get their own spans; row counts cover all.
 _MAX_WORKER_SPANS = 32
 
 

@@ -51,7 +51,7 @@ _NS_PER_MS = 1_000_000
 
 Buffer = bytes | bytearray | memoryview
 Payload = Buffer
-# A payload that was received; large ones are no `bytes`, which could be made by a copy alone: a millisecond per MB.
+# A received payload. Large ones are not `bytes`: making them takes a copy, a millisecond per MB.
 Received = Buffer
 
 
@@ -185,7 +185,7 @@ def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> He
 
 
 def split_timings(payload: Received) -> tuple[Timings, Received]:
-    """The timings of a reply, and what is behind them; of a large payload without a copy."""
+    """The timings of a reply and the payload after them; a large payload is not copied."""
     rest = payload if len(payload) <= _OWN_BUFFER_BYTES else memoryview(payload)
     return Timings._make(TIMINGS.unpack_from(payload)), rest[TIMINGS.size :]
 
@@ -405,7 +405,7 @@ _new_bytearray.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
 
 
 def _unfilled(size: int) -> bytearray:
-    """A bytearray with any content, for who fills all of it: zeros would take a loop 50 ms for 60 MB."""
+    """An uninitialised bytearray, for callers that fill all of it: zeroing 60 MB would hold a loop for 50 ms."""
     made: bytearray = _new_bytearray(None, size)
     return made
 

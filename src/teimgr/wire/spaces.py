@@ -1,4 +1,4 @@
-"""The fingerprint of a space in replies and requests: names of headers and metadata, and the rule for what is expected.
+"""The fingerprint of a space in replies and requests: names of headers and metadata, and the check of an expected one.
 
 A fingerprint is the space, 64 hex digits, and, where it matters, the least precision class: `<space>/fp32`.
 """
@@ -40,7 +40,7 @@ def reply_marks(space: str, precision: str) -> Marks:
 
 
 def meets(expected: str, space: str, precision: str) -> bool:
-    """Whether vectors are of the expected space, in no coarser a precision than is expected.
+    """Whether vectors are of the expected space, in at least the expected precision.
 
     Raises:
         InvalidInput: `expected` is not a fingerprint.

@@ -53,7 +53,7 @@ def entities(
 
     "none" gives each token; "simple" groups neighbours of one kind, with the mean of their scores, as transformers
     does: "B-X" begins a group, "I-X" or "X" continues one of X. A group is called by what is behind the first "-" of
-    its first label, so "L-X" and "U-X" of other schemes are groups of X by themselves.
+    its first label, so "L-X" and "U-X" of other schemes are each a group of X.
     """
     if not isinstance(text, str):
         return []  # of token ids no characters are known

@@ -1,4 +1,4 @@
-"""How many calls run and wait in a worker, and their bytes; which lane those of a key have beside other keys."""
+"""Limits of the calls that run and wait in a worker, and of their bytes; the lane of a key's calls."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from teimgr.errors import Overloaded
 from teimgr.wire.gil import short_turns
 from teimgr.worker.calls import WorkerCall
 
-# Interactive calls that a key may have under way while other keys call, for each unit of its weight. A query of another
-# key waits for a batch of them, and is computed with the next.
+# Interactive calls that a key may have under way while other keys call, for each unit of its weight: a query of another
+# key waits for at most one batch of them.
 _BESIDE_OTHERS = 2
-# A key that has called within this time is one beside which others give way.
+# Others give way to a key that has called within this time.
 _CALLED_LATELY_S = 10.0
 
 
 class CallLimiter:
     """A FIFO limiter: bounds on the number and bytes of the calls admitted, and of those waiting in its queue.
 
-    Where no other call is admitted (or none waits), a call of any size fits. Strictly in order of arrival: small calls
+    A call of any size fits if no other one is admitted (or waits). Calls are admitted in order of arrival: small ones
     do not pass large ones. `on_error` gets a call whose `proceed` raised, and the error. For the loop's thread.
     """
 
@@ -52,7 +52,7 @@ class CallLimiter:
         return call in self._admitted or call in self._queue
 
     def enter(self, call: WorkerCall, size_bytes: int, proceed: Callable[[], None], may_wait: bool = True) -> None:
-        """Admit `call` and run `proceed`, now or, where it `may_wait`, when enough calls have left.
+        """Admit `call` and run `proceed`, now or, if it `may_wait`, when enough calls have left.
 
         Raises:
             Overloaded: it does not fit now, and may not wait or the queue is full.
@@ -66,7 +66,7 @@ class CallLimiter:
             raise Overloaded
 
     def add(self, call: WorkerCall, size_bytes: int) -> None:
-        """Count `size_bytes` more for an admitted call, whether or not they fit; they are in memory already."""
+        """Count `size_bytes` more for an admitted call, even beyond the limit; they are in memory already."""
         self._admitted[call] += size_bytes
         self._admitted_bytes += size_bytes
 
@@ -124,8 +124,8 @@ class CallLimiter:
 class InteractiveCalls:
     """Interactive calls under way by key. A key with many leaves the interactive lane to keys with few.
 
-    One that sends many at a time has a queue in any case, and would have all others wait in it: a batch of its queries
-    takes as long as one of bulk work. In the bulk lane it keeps its throughput. For the loop's thread.
+    A key that sends many at a time has a queue anyway, and all others would wait in it: a batch of its queries takes as
+    long as one of bulk work. In the bulk lane it keeps its throughput. For the loop's thread.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class InteractiveCalls:
         self._set_turns()
 
     def leave(self, call: WorkerCall) -> None:
-        """No-op for a call that is not counted."""
+        """Stop counting a call; no effect if it is not counted."""
         if (tenant := self._tenant_of.pop(call, None)) is None:
             return
         _count_down(self._under_way, tenant)

@@ -243,7 +243,7 @@ class EntryMeters:
 class Account:
     """The charge of one job: `charge` once its tokens are known, `settle` when it is answered or given up.
 
-    It takes no lock: whoever deletes the slip does what must be done once.
+    It takes no lock: the thread that deletes the slip does what must be done once.
     """
 
     __slots__ = ("_charged", "_slip", "_standing", "_taken", "_till", "is_settled", "is_shadowed")

@@ -30,7 +30,7 @@ from teimgr.wire.frames import HttpReply
 
 log = logging.getLogger(__name__)
 
-# Batches at work at a time. One whose model does not run waits in its place.
+# Batches that run at a time. One whose model does not run keeps its place and waits.
 MAX_RUNNING = 16
 _SWEEP_S = 60.0
 _INFERENCE = frozenset({Right.INFERENCE})
@@ -43,7 +43,7 @@ ENDPOINTS: dict[str, DialectPath] = {
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What a caller wants done. `output_lifetime_s` is None for the usual time."""
+    """What a caller asked for. `output_lifetime_s` is None for the default lifetime."""
 
     input_file_id: str
     endpoint: str
@@ -55,7 +55,7 @@ class BatchRequest:
 class Batches:
     """Files and batches of one daemon, in the folder `batches` beside its state file.
 
-    `load` comes first, then calls by owner, the name of an API key; batches are worked off inside `running`.
+    Call `load` first. An owner is the name of an API key. Batches run while the block of `running` does.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Batches:
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_running = False
-        self._broken: set[str] = set()  # batches whose run ended by its own failure
+        self._broken: set[str] = set()  # batches whose run failed
 
     async def load(self) -> None:
         """Read what an earlier daemon left.
@@ -100,7 +100,7 @@ class Batches:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Work off unfinished batches, old and new ones, within the block. At its end they stay as they are."""
+        """Run unfinished batches, old and new ones, while the block runs. At its end they stay as they are."""
         self._is_running = True
         sweeping = asyncio.create_task(self._sweep_regularly(), name="end of old files and batches")
         self._start_runs()
@@ -114,7 +114,7 @@ class Batches:
             await asyncio.wait(tasks)
 
     def close(self) -> None:
-        """End the threads; blocks until the work that they have begun is done."""
+        """End the threads. Blocks until their current work is done."""
         self._disk.close()
 
     # Calls
@@ -195,7 +195,7 @@ class Batches:
         return file
 
     def alarms(self) -> list[str]:
-        """One alarm for the batches that cannot go on for lack of room."""
+        """One alarm for all batches that wait for disk space."""
         problems = [run.problem for run in self._runs.values() if run.problem]
         return [f"{len(problems)} batches cannot go on: {problems[0]}"] if problems else []
 
@@ -211,7 +211,7 @@ class Batches:
     # Runs
 
     def _start_runs(self) -> None:
-        """Start waiting batches while there is a place: first of the owner with the fewest at work, then the oldest."""
+        """Start waiting batches while there is a place: of the owner with the fewest running first, then the oldest."""
         if not self._is_running:
             return
         waiting = [batch for batch in self._store.unfinished() if batch.id not in self._runs.keys() | self._broken]
@@ -230,7 +230,7 @@ class Batches:
     def _run_ended(self, batch: Batch, task: asyncio.Task[None]) -> None:
         del self._runs[batch.id], self._tasks[batch.id]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a batch stands still until the next start", extra={"batch": batch.id}, exc_info=error)
+            log.error("a batch is stopped until the next start", extra={"batch": batch.id}, exc_info=error)
             self._broken.add(batch.id)
         self._start_runs()
 

@@ -1,4 +1,4 @@
-"""`Bodies`: budgets of the bytes of requests and replies that port 9000 has in memory, and who may hold how much."""
+"""`Bodies`: budgets for the bytes of requests and replies that port 9000 holds in memory, shared by callers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ _SMALL_BODIES_BYTES = 64 * 2**20
 _LARGE_BODIES_BYTES = 256 * 2**20
 # The calls to one instance may hold this part of a budget: while one hangs, the others are served.
 _INSTANCE_SHARE = 4
-# So may the bodies that one caller sends, or without keys one connection.
+# The bodies of one caller, or without keys of one connection, may hold this part of a budget.
 _SHARE = 2
-_SMALL_DIGITS = 9  # of a length that may be small
+_SMALL_DIGITS = 9  # a longer Content-Length is not a small body
 # Replies are charged to the budget of large bodies, whether or not they fit; above this multiple of that budget new
 # calls are refused.
 _REPLIES = 2
 
-
-# A call takes memory beside its body, so that many small ones are bounded too.
+# A call takes memory besides its body; with this minimum many small ones are bounded too.
 MIN_HELD_BYTES = 1024
 
 HeldKey = tuple[str, str | None, ByteBudget]

@@ -1,8 +1,8 @@
-"""Who may make which request: the right that each route requires, and the decision about a caller.
+"""Authorisation of requests: the right that each route requires, and the decision about a caller.
 
-One decision for all requests of REST: the middleware applies it to those of the application, `Inference` to its own.
-A route that is missing in `PERMISSIONS` requires the right to administer, so an omission is safe; a test compares the
-table with the application's routes.
+The decision is the same for all requests of REST: the middleware applies it to those of the application, `Inference`
+to its own. A route that is missing in `PERMISSIONS` requires the right to administer, so an omission is safe; a test
+compares the table with the application's routes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ READS = ("GET", "HEAD", "OPTIONS")
 MAX_PATH_BYTES = 12 * 1024
 # Longer paths are not cached, so that callers cannot fill the memory with them.
 _CACHED_PATHS, _CACHED_CHARS = 4096, 256
-# Credentials of which it is known whose they are.
+# How many checked credentials are kept, with their callers.
 _MAX_KNOWN, _MAX_CREDENTIAL_BYTES = 4096, 4096
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"cookie"))
 # Every request of a web page that changes something has one of these.
@@ -249,13 +249,13 @@ class Access:
         policy.subscribe(self._checked.clear)
 
     def whose(self, scope: Scope) -> Hashable:
-        """Who shares turns of the loop for this request, which is not checked yet: the key whose credentials served
-        before, else the network of the client's address."""
+        """The caller whose turns of the loop this unchecked request uses: the key that its credentials had before, else
+        the network of the client's address."""
         given = _credentials(scope)
         return (None if given is None else self._checked.get(given)) or sender_of(scope)
 
     def remember(self, scope: Scope, caller: Caller) -> None:
-        """The credentials of this request were checked: they are those of `caller`."""
+        """Keep `caller` as the one whose credentials this checked request has."""
         if caller.name and (given := _credentials(scope)) is not None:
             self._checked[given] = caller.name
             if len(self._checked) > _MAX_KNOWN:
@@ -327,7 +327,7 @@ def _credentials(scope: Scope) -> bytes | None:
 
 
 def own_names(settings: Settings) -> tuple[str, ...]:
-    """The names under which this server's own web pages are reached, beside addresses and localhost."""
+    """The names under which this server's own web pages are reached, besides addresses and localhost."""
     return (_HOST_NAME, settings.api_host, *settings.allowed_hosts)
 
 

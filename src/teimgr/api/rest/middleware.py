@@ -1,6 +1,6 @@
-"""What each request of REST passes first: proxies' headers, metrics, logs, traces, authentication, URLs, HEAD.
+"""ASGI middleware of REST: proxies' headers, metrics, logs, traces, authentication, URLs, HEAD.
 
-As ASGI middleware; `app.py` has the order. Requests of inference do not come here (`inference.py`).
+`app.py` has the order. Requests of inference do not come here (`inference.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from teimgr.spec import path_prefix
 from teimgr.wire.error_bodies import COHERE, TEI, TEI_OPENAI, failure
 from teimgr.wire.frames import HttpReply
 
-# Each takes some 5 µs, and a request's target has room for 30,000. No route has a use for this many.
+# Each takes about 5 µs, and a request's target has room for 30,000. No route needs this many.
 MAX_PARAMETERS = 1000
 
 
@@ -202,7 +202,7 @@ class Authentication:
         return await self._while_allowed(scope, receive, send)
 
     async def _audited(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, with who has ordered the change; log one line of it with its outcome."""
+        """Run the application in the name of the caller who ordered the change; log one line with the outcome."""
         status, by = 500, self._access.who(scope, first_headers(scope))
 
         async def noting_status(message: Message) -> None:
@@ -219,7 +219,7 @@ class Authentication:
                 audit.info("change", extra=facts)
 
     async def _while_allowed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run a read; followed events or logs end when a reload takes their caller's right."""
+        """Run a read; followed events or logs end if a reload revokes their caller's right."""
         if (running := asyncio.current_task()) is None:
             return await self._app(scope, receive, send)
         has_started, lost = False, None
@@ -288,7 +288,7 @@ _LINKS = (b"location", b"link")
 
 
 class TrustedProxies:
-    """Believes `X-Forwarded-For`, `-Proto` and `-Prefix` of `trusted_proxies`, and no others."""
+    """Applies `X-Forwarded-For`, `-Proto` and `-Prefix` from `trusted_proxies`; ignores them from others."""
 
     def __init__(self, settings: Callable[[], Settings]) -> None:
         self._settings = settings

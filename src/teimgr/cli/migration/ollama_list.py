@@ -1,7 +1,7 @@
 """Conversion of Ollama's list of models: the output of `ollama list`, or the JSON of `/api/tags`.
 
-Ollama's files are GGUF, often quantised. The instances load the weights that those were made from, so the vectors
-differ; how they were quantised is in the JSON alone.
+Ollama's files are GGUF, often quantised. The instances load the original weights, so the vectors differ. Only the JSON
+has the quantisation.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _HUB_IDS: Mapping[str, Mapping[str, str]] = {
         "278m": f"{_GRANITE}278m-multilingual",
     },
 }
-# What Ollama calls weights that are not quantised; their vectors differ by rounding.
+# Ollama's names of weights that are not quantised; their vectors differ by rounding.
 _WHOLE = ("F32", "F16", "BF16")
-# Of an architecture, or of a name: the model embeds, though its id on the hub is not known here.
+# Parts of an architecture or a name by which a model embeds, even if its id on the hub is not known here.
 _EMBEDS = ("bert", "embed", "minilm", "bge", "gte", "e5-")
 
 
@@ -69,7 +69,7 @@ class _Listed(NamedTuple):
 
 
 def is_list(path: Path) -> bool:
-    """Whether a file is Ollama's: an object of JSON, or a table whose head is that of `ollama list`."""
+    """Whether a file is Ollama's: a JSON object, or a table with the head of `ollama list`."""
     try:
         text = read_text(path, MAX_FILE_BYTES)
     except InvalidConfig:

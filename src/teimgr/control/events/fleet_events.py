@@ -56,8 +56,8 @@ class FleetEvent:
 
     A `crashed` one has the worker's reason, and the name of its crash report in the folder `crashes` beside the logs.
     `nodes` are the hosts of the instance's workers in a cluster. `count` equal events since `first_timestamp` are this
-    one, which `replaces` that of the id. `by` is who ordered it (`request_context.ORDERED_BY`), None for what happened
-    by itself.
+    one, which `replaces` that of the id. `by` is who ordered it (`request_context.ORDERED_BY`), None if there was no
+    order.
     """
 
     id: int

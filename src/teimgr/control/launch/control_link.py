@@ -29,7 +29,7 @@ _CONNECT_RETRY_S = 0.02
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """The status that a worker sends on WATCH, at once and at every change. `address` is where it listens for other
-    hosts, if it does. `build` is the `code_id` of what it runs; empty of one from before there was that.
+    hosts, if it does. `build` is the `code_id` of what it runs; empty for a worker older than this field.
     """
 
     state: str
@@ -194,11 +194,11 @@ class MuxLost(Exception):
 
 
 class MuxDisconnected(MuxLost):
-    """The connection to the mux broke, which may live."""
+    """The connection to the mux broke; the mux may still run."""
 
 
 class MuxStopping(MuxLost):
-    """The mux was stopped by another process; it finishes its calls within `grace_s`, and its port is free."""
+    """Another process stopped the mux; it finishes its calls within `grace_s`, and its port is free."""
 
     def __init__(self, grace_s: float) -> None:
         super().__init__("it was stopped by another process")

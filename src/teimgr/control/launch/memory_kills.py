@@ -1,8 +1,8 @@
 """Kills by the kernel for memory (OOM kills), as distinct from other deaths by SIGKILL.
 
-The kernel counts the kills of each cgroup. It counts before the process is gone, so a count that has risen when a
-process is found dead by SIGKILL tells why. A rise that no death is told for is forgotten after `CLAIM_S`: it was of
-another process in the same cgroup.
+The kernel counts the kills of each cgroup, before the process is gone. So a count that has risen when a process is
+found dead by SIGKILL explains its death. A rise without a death is forgotten after `CLAIM_S`: it was of another process
+in the same cgroup.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Kills:
 
 
 class MemoryKills:
-    """The kills in the cgroups of processes that are watched, each of which explains one death."""
+    """The kills in the cgroups of watched processes; each explains one death."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,7 +1,7 @@
-"""The daemon's task that loads and unloads models as the policy decides, and lets calls wait for theirs.
+"""The daemon's task that loads and unloads models as the policy decides, while calls wait for their models.
 
 `loaded` is what gateway and muxes use: a block in which a model stays loaded. Everything else comes from the directory,
-whose entries give the fate of an instance, and from the workers' own counts of their calls.
+whose entries show the state of an instance, and from the workers' own counts of their calls.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 COUNT_INTERVAL_S = 2.0
 """How often the workers of loaded on-demand models are asked for their calls; while one waits for memory more often."""
 _URGENT_INTERVAL_S = 0.05
-_ITEMS_AT_ONCE = 64  # that are handled between two looks at the time, and in one turn of the loop
+_ITEMS_AT_ONCE = 64  # events that are handled before the time is read again, and in one turn of the loop
 _LOAD_AGAIN_S = 1.0  # a load that was refused before a worker started is tried again for calls after this time
 WAIT_LIMIT_S = 300.0
 """How long a call without a deadline waits for its model."""
@@ -131,10 +131,10 @@ class Tenants(Protocol):
     """What is known of the tenants."""
 
     def callers(self, instance: str) -> Mapping[int, int]:
-        """What the workers of an instance have computed for each, in a number that grows."""
+        """How much the workers of an instance have computed for each tenant, a number that grows."""
 
     def badge(self, tenant: int) -> str:
-        """A name that a tenant keeps and that does not tell who it is; "" for calls without a key."""
+        """A lasting pseudonym of a tenant; "" for calls without a key."""
 
 
 class Residence:
@@ -216,19 +216,19 @@ class Residence:
         return call
 
     def keep(self, instance: str, seconds: float, key: int = ANONYMOUS) -> None:
-        """Have an on-demand model stay for so long after the last call of a tenant, `key`; 0: not at all.
+        """Keep an on-demand model for this long after the last call of a tenant, `key`; 0: not at all.
 
-        It stays as long as any tenant that has called it wants.
+        Of the times that several tenants ask for, the longest counts.
         """
         self._mailbox.put_nowait(Kept(instance, seconds, key))
 
     def on_change(self, instance: str) -> None:
-        """What an instance declares may have changed: it counts from now on, whether its model is loaded or not."""
+        """The keys of an instance may have changed: they count from now on, whether its model is loaded or not."""
         if instance in self._fleet.models and (spec := self._owner.spec(instance)) is not None:
             self._mailbox.put_nowait(Declared(instance, terms_of(spec)))
 
     def left_s(self, instance: str) -> float | None:
-        """In how long a loaded model goes if no call comes; None for one that stays."""
+        """The time until a loaded model is unloaded if no call comes; None for one that stays."""
         model = self._fleet.models.get(instance)
         due = None if model is None else idle_until(model)
         return None if due is None else max(0.0, due - self._now())
@@ -268,7 +268,7 @@ class Residence:
                 try:
                     async with asyncio.timeout_at(self._wake_at()):
                         item = await self._mailbox.get()
-                except TimeoutError:  # a worker that does not answer holds up its count, and no decision
+                except TimeoutError:  # a worker that does not answer delays its own count, not the decisions
                     self._counting = self._begin(self._on_time(), "count of calls")
                     continue
                 self._on_item(item)
@@ -380,7 +380,7 @@ class Residence:
         return [key for key, count in self._called[name].items() if count != before.get(key, 0)]
 
     def _forget_calls(self, name: str) -> None:
-        """Its workers have ended, and the next ones count from zero."""
+        """Forget the counts of workers that have ended; the next ones count from zero."""
         self._used.pop(name, None)
         self._called.pop(name, None)
 
@@ -471,7 +471,7 @@ class Residence:
         return task
 
     async def _load(self, name: str, reason: str) -> None:
-        """Have the model's workers started; the directory tells what becomes of them."""
+        """Have the model's workers started; the directory shows the outcome."""
         try:
             log.info("load", extra={"instance": name, "reason": reason})
             await self._owner.load(name)

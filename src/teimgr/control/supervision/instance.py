@@ -60,13 +60,13 @@ from teimgr.wire.routing.directory import Directory
 
 log = logging.getLogger(__name__)
 
-# The state of an instance whose replicas differ: the first of these that one of them is in.
+# If replicas differ, the instance has the first of these states that one of them is in.
 _PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
 
 
 _GIVEN_UP = "given up: another command came in between"
 _CONTINUED = "the daemon is ending; the next one continues the update"
-_NOTABLE_BYTES = 64 << 20  # above a reservation: a smaller overrun is in the log alone
+_NOTABLE_BYTES = 64 << 20  # above a reservation: a smaller overrun is only logged
 
 
 class ManagedInstance:
@@ -89,10 +89,10 @@ class ManagedInstance:
         self._one_command = asyncio.Lock()  # of commands and updates
         self._is_past_cancelling = False  # the update under way is committed, or is being rolled back
         self._is_deleted = False
-        self._is_closing = False  # with the daemon: nothing starts any more
+        self._is_closing = False  # the daemon ends: nothing starts any more
         self._is_forgotten = False
         self._serves: tuple[str, ...] = ()  # by the last model that was loaded
-        self._is_adopted = False  # the workers of an earlier daemon are
+        self._is_adopted = False  # the workers of an earlier daemon are adopted
         self._incident: Incident | None = None
         self._failed_start: Incident | None = None  # the crash of a worker that an update under way has started
         self._outgoing: frozenset[Supervisor] = frozenset()  # what the update under way is to end
@@ -129,12 +129,12 @@ class ManagedInstance:
 
     @property
     def is_to_run(self) -> bool:
-        """Whether there are to be workers now: it was not stopped, and is not one that waits for a call."""
+        """Whether it should have workers now: it was not stopped, and is not an on-demand one that waits for a call."""
         return self.spec.wanted_running and self.state is not State.UNLOADED
 
     @property
     def workers(self) -> list[Supervisor]:
-        """The supervisors of the replicas, those that are joining included."""
+        """The supervisors of all replicas, joining ones included."""
         return [each for each in self._workers if each.role != "leaving"]
 
     @property
@@ -158,7 +158,7 @@ class ManagedInstance:
     def resting(self) -> InstanceView | None:
         """The view of an instance without processes, as long as nothing has changed; None for any other.
 
-        Most of thousands of declared instances rest: what looks at all of them takes no time for these.
+        Of thousands of declared instances most rest: a pass over all of them should cost nothing for these.
         """
         kept = self._resting
         if kept is None:
@@ -205,7 +205,7 @@ class ManagedInstance:
     async def begin(self, adopted: Mapping[int, Adopted], *, start: bool) -> None:
         """Start supervision, with the adopted workers by replica; `start` the replicas that have none.
 
-        Those that failed for good are not started, and those without work get no task before their first command.
+        Replicas that failed for good are not started, and those without work get a task at their first command.
         """
         async with self._one_command:
             self._add(self.spec, range(len(self._serving), self._context.planner.replicas(self.spec)), "serving")
@@ -412,7 +412,7 @@ class ManagedInstance:
 
     @property
     def planned_workers(self) -> int:
-        """The workers there are, or will be by the spec or by the update under way."""
+        """The present workers, or those that the spec or the update under way will start."""
         spec = self._updated_spec if self.is_updating else self.spec
         return max(len(self._workers), self._context.planner.replicas(spec))
 
@@ -591,14 +591,14 @@ class ManagedInstance:
             await asyncio.wait({self._update_task})
 
     async def give_up_update(self, limit_s: float) -> None:
-        """As the daemon ends and its workers go on: roll back an update that is not committed, within the limit."""
+        """When the daemon ends and its workers go on: roll back an uncommitted update, within the limit."""
         if self.is_updating:
             await asyncio.wait({asyncio.create_task(self._cancel_update())}, timeout=limit_s)
 
     # Supervisors
 
     def siblings_of(self, supervisor: Supervisor) -> list[Supervisor]:
-        """The other replicas that it will serve beside."""
+        """The other replicas that serve together with it."""
         others = [each for each in self._with_role(supervisor.role) if each is not supervisor]
         if supervisor.role == "joining":
             others += [each for each in self._serving if each not in self._outgoing]
@@ -724,7 +724,7 @@ class ManagedInstance:
             await self.update_finished()
 
     async def abandon_host(self, host: str) -> None:
-        """End the running replicas on `host`, which does not count any more; each starts again once a host takes it."""
+        """End the running replicas on `host`, which was removed; each starts again once another host takes it."""
         async with self._one_command:
             there = [each for each in self._serving if each.host == host and each.state is State.RUNNING]
             if not self._may_update or not there:

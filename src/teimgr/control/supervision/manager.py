@@ -570,7 +570,7 @@ class Manager:
         return await self._turns.carry_out(declaring, f"instance of {model_id}")
 
     async def _declare_in_turn(self, model_id: str, key: str, value: Callable[[str], float | None]) -> str:
-        async with self._declaring:  # what several calls have made at a time counts, and each gets a name of its own
+        async with self._declaring:  # concurrent calls count together, and each gets another name
             return self._name_of(model_id) or await self._declare(model_id, key, value)
 
     def _name_of(self, model_id: str) -> str | None:

@@ -10,7 +10,7 @@ for another one. What fails before ends the use of graphs alone.
 
 What the capturing thread computes, it launches on the stream that the engine uses, between the engine's batches: graphs
 share the memory of intermediate results, so no two may run at a time. Only the capture, which runs nothing, has a
-stream of its own. A graph's inputs and result are outside of the shared memory, so that a launch is all that must not
+separate stream. A graph's inputs and result are outside of the shared memory, so that a launch is all that must not
 be interrupted.
 """
 

@@ -18,7 +18,7 @@ from teimgr.models.layout import LateInteraction, Listwise
 
 
 class MultiVectorHead:
-    """`projections` of the kept tokens, in float32, normalised where the model does."""
+    """`projections` of the kept tokens, in float32, normalised if the model does so."""
 
     def __init__(self, projections: nn.Sequential, late: LateInteraction, width: int) -> None:
         self.width = width
@@ -28,7 +28,7 @@ class MultiVectorHead:
         self._skip_in_queries = late.skip_in_queries
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """MULTI_VECTOR rows; a text of skipped tokens only has none."""
+        """MULTI_VECTOR rows; a text that has only skipped tokens gets none."""
         kept = self._kept(batch)
         if kept is not None:
             hidden = hidden[to_device(np.flatnonzero(kept), hidden.device)]
@@ -65,7 +65,7 @@ class M3SparseHead:
         self._unused = np.array(unused_ids, dtype=np.int64)
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """SPARSE rows. Weights of 0 are left out on the host: only the device knows them, and it is not waited for."""
+        """SPARSE rows. Weights of 0 are removed on the host, so that nothing waits for the device here."""
         tokens, places, texts, ids = self._entries(batch)
         of_token = self._linear(hidden.float()).relu().squeeze(1)[to_device(tokens, hidden.device)]
         weights = torch.zeros(len(ids), device=hidden.device)
@@ -74,7 +74,7 @@ class M3SparseHead:
         return Rows(weights, to_device(borders, hidden.device), to_device(ids, hidden.device))
 
     def _entries(self, batch: PackedBatch) -> tuple[NDArray[np.int64], ...]:
-        """Counted tokens and the entry of each; the text and the id of each entry, ascending."""
+        """The tokens that count with the entry of each; then the text and the id of each entry, ascending."""
         tokens = np.flatnonzero(~np.isin(batch.ids, self._unused))
         text_of = np.repeat(np.arange(batch.texts, dtype=np.int64), np.diff(batch.cu_seqlens))
         keys, places = np.unique(text_of[tokens] * self.width + batch.ids[tokens], return_inverse=True)

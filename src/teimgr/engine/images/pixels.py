@@ -1,7 +1,7 @@
 """Pixels as the library's image processor makes them with Pillow, bit for bit.
 
-What is kept of a picture are the bytes behind resizing and cropping, a quarter of the numbers that the model reads;
-these are looked up when its batch begins (`PixelTable`).
+A picture is kept as bytes after resizing and cropping, a quarter of the size of the numbers that the model reads.
+These are looked up when its batch begins (`PixelTable`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_RATIO = 200  # of the sides, in Qwen2-VL's image processor
 
 
 def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]:
-    """Width and height behind the resizing.
+    """Width and height after resizing.
 
     Raises:
         InvalidInput: resizing would make too many pixels, because one side is far longer than the other.
@@ -175,7 +175,7 @@ def prepare(image: Image.Image, steps: PixelSteps) -> Pixels:
 
 
 def _resized(image: Image.Image, size: tuple[int, int], resample: Image.Resampling) -> Image.Image:
-    """Like `image.resize`, bit for bit; a large image in steps, between which queries have the core.
+    """Like `image.resize`, bit for bit; a large image in steps, between which queries are computed.
 
     Pillow computes columns before rows where that is less work, as of tall images that lose much of their height.
     """
@@ -205,7 +205,7 @@ def _squares(image: Image.Image, steps: TileSteps) -> Pixels:
 
 
 def _cropped(rows: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """The middle of [H, W, 3], with black around it where it is smaller."""
+    """The middle of [H, W, 3], with black around a smaller image."""
     given_height, given_width = rows.shape[:2]
     top, left = (given_height - height) // 2, (given_width - width) // 2
     if top >= 0 and left >= 0:

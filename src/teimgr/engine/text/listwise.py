@@ -1,6 +1,6 @@
 """The prompts of a listwise reranker, and the scores of a list from the vectors at the marks of its prompts.
 
-A long list has several prompts, as its authors divide it. A document's vector is that of its own prompt; the query's is
+A long list has several prompts, as its authors divide it. A document's vector comes from its prompt; the query's is
 the mean over all of them, each weighted by how well its best document fits.
 """
 

@@ -138,7 +138,7 @@ def _loaded(layout: Layout) -> Tokenizer:
 _REPEATED = (*"aA0 \n'_-.\u00e9\u6771", "ab", "a ", "aA", "a0", "0.", "a'", "\n ")
 _FOLLOWING = ("", "!", "\n", "\0", "a", "0", " ")
 _TIMES = 64
-_TRIED_OF_PATTERN = 32  # of its own characters, the first ones
+_TRIED_OF_PATTERN = 32  # its first characters
 
 
 def check_patterns(tokenizer: Tokenizer) -> None:

@@ -13,7 +13,7 @@ from teimgr.engine.heads.projections import read_tensors
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Adapter
 
-# `base_model.model.` + the layer + one of these, with the adapter's name where PEFT did not leave it out.
+# `base_model.model.` + the layer + one of these, with the adapter's name unless PEFT left it out.
 _PART = re.compile(
     r"(?:base_model\.model\.)?(?P<layer>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|"
     r"lora_magnitude_vector)(?:\.(?!weight$|bias$)\w+)?(?:\.(?P<kind>weight|bias))?$"
@@ -135,13 +135,13 @@ def _replace(parameter: nn.Parameter, tensor: Tensor, name: str) -> None:
     parameter.data = tensor
 
 
-# Layers of the model that was trained which an embedding does not use: `target_modules = "all-linear"` has them too.
+# Layers of the trained model that an embedding does not use; `target_modules = "all-linear"` includes them.
 _UNUSED = re.compile(r"(?:\w+\.)?(?:pooler|lm_head)\.")
 
 
 def _parameter(module: nn.Module, name: str, prefix: str) -> nn.Parameter | None:
-    """A parameter by its name in the model that was trained, which may have had a head or not; None for a head's that
-    the model does without.
+    """A parameter by its name in the trained model, with or without a head; None for one of a head that this model
+    lacks.
 
     Raises:
         ModelLoadFailed: the model has no such parameter.
