@@ -71,7 +71,7 @@ class CallLimiter:
         self._admitted_bytes += size_bytes
 
     def pass_on(self, call: WorkerCall, to: WorkerCall) -> None:
-        """Have `to`, of its own size, in the place of `call`; no-op where `call` is not admitted."""
+        """Put `to`, with its size, in the place of `call`; no-op if `call` is not admitted."""
         if (size_bytes := self._admitted.pop(call, None)) is not None:
             self._admitted[to] = to.size_bytes
             self._admitted_bytes += to.size_bytes - size_bytes

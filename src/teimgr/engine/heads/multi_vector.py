@@ -1,4 +1,4 @@
-"""Several vectors of a text: tokens of late interaction, BGE-M3's outputs, marks of a listwise reranker."""
+"""Several vectors of a text: late-interaction tokens, BGE-M3's outputs, marks of a listwise reranker."""
 
 from __future__ import annotations
 

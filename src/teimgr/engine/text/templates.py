@@ -1,4 +1,4 @@
-"""Templates around inputs: role prefixes of late interaction, and chat templates of causal rerankers."""
+"""Templates around inputs: late-interaction role prefixes, and chat templates of causal rerankers."""
 
 from __future__ import annotations
 
