@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from teimgr.cli.top_command import MetricsPage, load_of
+import pytest
+
+from teimgr.cli.output import print_table
+from teimgr.cli.top_command import InstanceLoad, MetricsPage, _row, load_of
 from teimgr.client.rest_values import Instance
 from teimgr.observability.catalogue import DURATION_BOUNDS
 from teimgr.spec import State
@@ -29,3 +32,11 @@ def test_refusals_are_told_from_failures_and_busy_is_a_share_of_each_worker() ->
     assert load.p99_ms == DURATION_BOUNDS[-1] * 1e3 > 120_000, "the scale reaches two minutes"
     idle = load_of(INSTANCE, MetricsPage.parse("", 0), MetricsPage.parse("", 2))
     assert (idle.errors, idle.refused, idle.busy, idle.p99_ms) == (None, None, None, None)
+
+
+def test_numbers_in_a_pipe_have_no_separators(capsys: pytest.CaptureFixture[str]) -> None:
+    load = InstanceLoad("a", "running", texts=1242.1, tokens=7728.0, queue=6523.0, p99_ms=12345.6, errors=2000.0)
+    print_table(("a",), [[*_row(load, ""), 1234.5]], on_terminal=False)
+    cells = capsys.readouterr().out.rstrip("\n").split("\t")
+    assert [cells[at] for at in (2, 3, 5, 8, 9, -1)] == ["1242.1", "7728", "6523", "12346 ms", "2000.0", "1234.5"]
+    assert "1,242.1" in _row(load)

@@ -135,7 +135,7 @@ def _measurements(trial: Mapping[str, Any]) -> dict[str, str]:
         "kind": f"{trial['kind']}, dimension {trial['dimension']}, up to {trial['max_input_length']} tokens",
         "runs on": f"{where}, {trial['dtype']}, {trial['batching']}",
         "ready after": f"{trial['start_s']:.2f} s, of which loading {trial['load_s']:.2f} s",
-        "speed": f"{trial['texts_per_s']:,.0f} texts/s, {trial['tokens_per_s']:,.0f} tokens/s",
+        "speed": f"{trial['texts_per_s']:.0f} texts/s, {trial['tokens_per_s']:.0f} tokens/s",
         **_comparison(trial),
         "peak memory": ", ".join(f"{size(trial[key])} {word}" for key, word in sizes if key in trial) or "not known",
     }

@@ -37,7 +37,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, on_ter
     """Rows under their headings on a terminal; in a pipe one line each, tabs between, without headings."""
     if not on_terminal:
         for row in rows:
-            print("\t".join(map(_text, row)))
+            print("\t".join(map(_plain, row)))
         return
     from rich.console import Console
     from rich.table import Table
@@ -53,6 +53,11 @@ def _text(cell: Any) -> str:
     if cell is None:
         return ""
     return f"{cell:,.1f}" if isinstance(cell, float) else field(cell)
+
+
+def _plain(cell: Any) -> str:
+    """A cell for `awk`, which reads 1,242.1 as 1."""
+    return f"{cell:.1f}" if isinstance(cell, float) else _text(cell)
 
 
 @contextmanager

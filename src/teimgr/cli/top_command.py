@@ -171,7 +171,7 @@ def top(
             output.line({"instances": [_plain(each) for each in loads]})
     elif not live:
         for loads in samples:
-            output.table(_COLUMNS, [_row(each) for each in loads])
+            output.table(_COLUMNS, [_row(each, "") for each in loads])
             sys.stdout.flush()
     else:
         _show_live(samples, server.connection.url)
@@ -202,23 +202,23 @@ def _samples(rest: RestClient, names: set[str], interval_s: float, count: int) -
         before, taken = after, taken + 1
 
 
-def _row(load: InstanceLoad) -> Sequence[str]:
-    def number(value: float | None, form: str = ",.0f") -> str:
+def _row(load: InstanceLoad, comma: str = ",") -> Sequence[str]:
+    def number(value: float | None, form: str = f"{comma}.0f") -> str:
         return "" if value is None else format(value, form)
 
     def latency(value: float | None) -> str:
         more = "> " if value is not None and value >= DURATION_BOUNDS[-1] * 1e3 else ""
-        return "" if value is None else f"{value:.1f} ms" if value < 100 else f"{more}{value:,.0f} ms"
+        return "" if value is None else f"{value:.1f} ms" if value < 100 else f"{more}{value:{comma}.0f} ms"
 
     return (
-        *(load.name, load.status, number(load.texts, ",.1f"), number(load.tokens), number(load.busy, ".0%")),
+        *(load.name, load.status, number(load.texts, f"{comma}.1f"), number(load.tokens), number(load.busy, ".0%")),
         *(
             number(load.queue),
             number(load.in_work),
             latency(load.p50_ms),
             latency(load.p99_ms),
-            number(load.errors, ",.1f"),
-            number(load.refused, ",.1f"),
+            number(load.errors, f"{comma}.1f"),
+            number(load.refused, f"{comma}.1f"),
         ),
         *(str(load.workers), size(load.unique_bytes), size(load.resident_bytes)),
         size(load.device_bytes) if load.device_bytes else "",
