@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import typer
@@ -38,6 +41,17 @@ def answering(body: bytes, status: int = 200) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@pytest.mark.parametrize("line", ["explain OVERLOADED", "explain OVERLOADED --json", "context list --json"])
+def test_an_output_that_cannot_be_written_is_a_failure_in_words(line: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "teimgr", *line.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the output cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 def _list(server: DaemonOptions) -> None:

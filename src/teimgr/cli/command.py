@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -25,6 +26,7 @@ from teimgr.client.connection_causes import Cause, diagnose
 from teimgr.client.rest_client import RestClient
 from teimgr.client.server_address import ServerAddress
 from teimgr.errors import TeimgrError, Unauthenticated, Unreachable
+from teimgr.files import failure_of
 
 CONNECTION_PANEL = "Connection"
 _TIMEOUT_S = 60.0
@@ -199,6 +201,7 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
                 given[name] = CommandOutput(given.pop("as_json"))
         try:
             status = command(**given)
+            sys.stdout.flush()
         except TeimgrError as error:
             failure = explain(error, server.source_of(error), server.names, server.cause)
             report(server.refined(failure, error), as_json=as_json)
@@ -214,14 +217,30 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
         except KeyboardInterrupt:
             status = ExitStatus.INTERRUPTED
         except BrokenPipeError:  # the reader, such as `head`, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             status = ExitStatus.OK
+        except OSError as error:
+            _drop_output()
+            report(_of_disk(error), as_json=as_json)
+            status = ExitStatus.FAILED
         raise typer.Exit(int(status or 0))
 
     run.__signature__ = inspect.Signature([*parameters, *connection])  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, *connection)}
     del run.__wrapped__
     return run
+
+
+def _drop_output() -> None:
+    """What stdout still holds goes nowhere: its second refusal, at the end of the program, would be a traceback."""
+    with suppress(OSError):  # stdout may be no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _of_disk(error: OSError) -> CommandFailure:
+    """The failure of a command that could not read or write."""
+    what = failure_of(error) if error.filename else f"the output cannot be written: {error.strerror or error}"
+    return CommandFailure(what, "", "", "IO")
 
 
 def _misread(server: DaemonOptions, error: Exception) -> CommandFailure:
