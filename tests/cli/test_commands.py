@@ -27,6 +27,7 @@ from tests.support.models import build_static
 from teimgr.cli.failures import ExitStatus
 from teimgr.cli.main import main
 from teimgr.client.connection import Contexts
+from teimgr.client.corpus.sources import SUFFIXES
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ Run = Callable[..., Ran]
 def run(named_fleet: WarmDaemonProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command in this process against the daemon."""
 
-    def call(*arguments: object, stdin: str = "") -> Ran:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def call(*arguments: object, stdin: str | bytes = "") -> Ran:
+        given = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
         capsys.readouterr()
         status = main([str(argument) for argument in arguments])
         return Ran(status, *capsys.readouterr())
@@ -155,6 +157,44 @@ def test_texts_of_arguments_stdin_and_files_are_embedded(run: Run, tmp_path: Pat
     told = run("similarity", "one text", picture, "another", "-i", "static")
     assert f"{picture}: this text is compared, and not the file of that name: the playground" in told.err
     assert len(told.out.splitlines()) == 2
+
+
+def test_every_line_is_a_text_or_is_named(run: Run, tmp_path: Path) -> None:
+    """Outputs align with the lines that are read, of stdin as of a file."""
+    file = tmp_path / "a.txt"
+    for content, count, status, says in (
+        (b"a\rb\r\nc\n", 2, ExitStatus.OK, ""),
+        (b"", 0, ExitStatus.OK, ""),
+        (b"a\n\nb\n", 0, ExitStatus.REFUSED, "line 2 is empty"),
+        (b"a\n \t\n", 0, ExitStatus.REFUSED, "line 2 is empty"),
+        (b"a\n" * 40 + b"\n", 32, ExitStatus.REFUSED, "line 41 is empty"),
+        (b"a\n\xff\xfe bad\n", 0, ExitStatus.REFUSED, "line 2 is not UTF-8, at byte 0"),
+    ):
+        file.write_bytes(content)
+        for given in ("-", file):
+            for command in (["embed"], ["classify"]) if says else (["embed"],):
+                done = run(*command, given, "-i", {"embed": "static", "classify": "classes"}[command[0]], stdin=content)
+                assert (done.status, says in done.err) == (status, True), done.err
+                assert command == ["classify"] or len(done.out.splitlines()) == count
+    plain = run("embed", "one text", "-i", "static").out
+    file.write_bytes(b"\xef\xbb\xbfone text\r\n")
+    assert run("embed", file, "-i", "static").out == plain
+    for command in (["rerank", "q"], ["similarity", "q"]):
+        done = run(*command, "-", "-i", {"rerank": "ranker", "similarity": "static"}[command[0]], stdin="a\n\nb\n")
+        assert (done.status, "stdin: line 2 is empty" in done.err) == (ExitStatus.REFUSED, True)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_of_texts_that_does_not_exist_is_not_a_text(suffix: str, run: Run, tmp_path: Path) -> None:
+    missing = f"nosuch{suffix.upper()}"
+    for command in (["embed"], ["classify"], ["rerank", "q"], ["similarity", "q"]):
+        done = run(*command, missing)
+        assert (done.status, f"{missing}: no such file; for a text" in done.err) == (ExitStatus.USAGE, True), done.err
+    assert run("embed", f"see {missing}", "x" * 5000 + suffix + " y", "-i", "static").status == ExitStatus.OK
+    assert len(run("embed", "-", "-i", "static", stdin=missing).out.splitlines()) == 1
+    if suffix != ".txt":
+        (tmp_path / f"a{suffix}").write_text("")
+        assert "-o vectors.parquet" in run("embed", tmp_path / f"a{suffix}", "-i", "static").err
 
 
 def test_a_file_is_embedded_into_a_file(run: Run, tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os.path
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 from urllib.parse import quote
 
 import typer
@@ -17,11 +18,21 @@ from teimgr.cli.command import CommandOutput, DaemonOptions, Name, complete_inst
 from teimgr.cli.failures import ExitStatus, UsageError, WrongCommand
 from teimgr.cli.output import say
 from teimgr.client.rest_client import RestClient
-from teimgr.errors import AmbiguousInstance, Forbidden, InstanceNotFound, TeimgrError, WrongModelKind
+from teimgr.errors import (
+    AmbiguousInstance,
+    Forbidden,
+    InstanceNotFound,
+    InvalidConfig,
+    Refused,
+    TeimgrError,
+    WrongModelKind,
+)
 
 # TEI's default limit of inputs in one request.
 _AT_ONCE = 32
 _SHOWN_VALUES = 5
+# Those of `client.corpus.sources`, whose import takes a second.
+_TEXT_FILES = (".parquet", ".jsonl", ".ndjson", ".csv", ".txt", ".arrow", ".feather")
 _EMBEDDING_FILES = ("embedding", "multi-vector")
 _EMBEDDING, _RERANKER, _CLASSIFIER = ("embedding",), ("reranker",), ("classifier",)
 
@@ -36,7 +47,10 @@ Instance = Annotated[
     ),
 ]
 Texts = Annotated[
-    list[str], typer.Argument(metavar="TEXT|-|FILE", help="Texts; `-`: the lines of stdin.", show_default=False)
+    list[str],
+    typer.Argument(
+        metavar="TEXT|-|FILE", help="Texts; `-`: the lines of stdin; a .txt: its lines.", show_default=False
+    ),
 ]
 Truncate = Annotated[
     bool, typer.Option("--truncate/--no-truncate", help="Cut texts that are too long, or refuse them.")
@@ -50,8 +64,8 @@ def embed(
         list[str],
         typer.Argument(
             metavar="TEXT|-|FILE",
-            help="Texts; `-`: the lines of stdin; with -o a file: .parquet, .jsonl, .csv, .txt or .arrow, an image, a "
-            ".pdf, a sound, or a folder of these.",
+            help="Texts; `-`: the lines of stdin; a .txt: its lines; with -o a file: .parquet, .jsonl, .csv, .txt or "
+            ".arrow, an image, a .pdf, a sound, or a folder of these.",
             show_default=False,
         ),
     ],
@@ -308,17 +322,44 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines_or(texts: Sequence[str]) -> Iterator[str]:
-    """The texts; `-` stands for the lines of stdin, a file that exists for its lines."""
+    """The texts; `-` stands for the lines of stdin, a file that exists for its lines.
+
+    Raises:
+        UsageError: a text is named as a file of texts that cannot be meant, or that does not exist.
+        Refused: a line has no text, so what is printed would not be as many lines as were read.
+    """
     for text in texts:
+        path, is_file = Path(text), os.path.isfile(text)  # noqa: PTH113 - a text may be longer than a path
         if text == "-":
-            yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
-        elif text.endswith(".txt") and Path(text).is_file():
-            with Path(text).open(encoding="utf-8") as file:
-                yield from (line.rstrip("\n") for line in file if line.strip())
-        elif Path(text).suffix in (".parquet", ".jsonl", ".csv", ".arrow") and Path(text).is_file():
-            raise UsageError(f"{text} is a file: `teimgr embed {text} -o vectors.parquet` embeds its rows")
-        else:
+            yield from _lines("stdin", sys.stdin.buffer)
+        elif path.suffix.lower() not in _TEXT_FILES or (not is_file and len(text.split()) > 1):
             yield text
+        elif not is_file:
+            raise UsageError(f"{text}: no such file; for a text of this name: `echo {text} | teimgr embed -`")
+        elif path.suffix.lower() == ".txt":
+            try:
+                with path.open("rb") as file:
+                    yield from _lines(text, file)
+            except OSError as error:
+                raise InvalidConfig(f"{text}: {error.strerror}") from error
+        else:
+            raise UsageError(f"{text} is a file: `teimgr embed {text} -o vectors.parquet` embeds its rows")
+
+
+def _lines(name: str, file: BinaryIO) -> Iterator[str]:
+    """The lines of a file as `embed FILE -o OUTPUT` reads them: they end at line feeds alone."""
+    for number, line in enumerate(file, 1):
+        line = line.removeprefix(BOM_UTF8) if number == 1 else line
+        try:
+            text = line.rstrip(b"\r\n").decode()
+        except UnicodeDecodeError as error:
+            raise Refused(f"{name}: line {number} is not UTF-8, at byte {error.start}") from error
+        if not text.strip():
+            raise Refused(
+                f"{name}: line {number} is empty, and a model takes no empty text; remove the line, or give the file "
+                "with -o, where it is a row without a vector"
+            )
+        yield text
 
 
 def _pieces(texts: Iterator[str], size: int = _AT_ONCE) -> Iterator[list[str]]:

@@ -290,10 +290,13 @@ class _Work:
 
     def _texts(self, sent: deque[pa.RecordBatch]) -> Iterator[Any]:
         """The texts of the batches, each put in `sent` beside those that wait for their answer."""
-        for batch in self._source.batches(self._partial.rows, self._batch_rows):
-            for piece in _bounded(batch, lambda: self._rows_now):
-                sent.append(piece)
-                yield piece.column(0)  # by position: a kept column may be named `text` too
+        try:
+            for batch in self._source.batches(self._partial.rows, self._batch_rows):
+                for piece in _bounded(batch, lambda: self._rows_now):
+                    sent.append(piece)
+                    yield piece.column(0)  # by position: a kept column may be named `text` too
+        except (OSError, pa.ArrowException) as error:
+            raise InvalidConfig(f"{self._source.path}: {error}") from error
 
     def _write(self, batch: pa.RecordBatch, answer: _Answer) -> None:
         self._partial.take_space(answer.space, answer.precision)
