@@ -173,7 +173,7 @@ async def test_a_request_is_answered_with_date_length_and_the_headers_of_the_ans
         (post(b"hello")[:-5], b"hello"),
         (post(b"hello")[:-3], b"l", b"lo"),
         (b"POST /echo HTTP/1.1\r\n", post(b"hello").partition(b"\r\n")[2]),
-        (b"POST /echo HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",),
+        (b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",),
     ],
 )
 async def test_a_body_may_come_in_parts(parts: tuple[bytes, ...]) -> None:

@@ -533,6 +533,9 @@ async def test_http_10_has_no_chunks() -> None:
     [
         *(b"Host: %s\r\n" % host for host in (b"[", b"[]", b"[::g]", b"]", b"a@b", b"a/b", b"a b", b"x:y", b"x:65536")),
         b"Host: x\r\nHost: y\r\n",
+        b"Host: x\r\nHost: x\r\n",
+        b"",
+        b"X-Forwarded-Host: x\r\n",
         b"Host: x\r\nAuthorization: Bearer a\r\nauthorization: Bearer b\r\n",
         b"Host: x\r\nX-API-Key: a\r\nX-API-Key: a\r\n",
         *(b"Host: x\r\nTransfer-Encoding: %s, chunked\r\n" % coding for coding in (b"gzip", b"deflate", b"chunked")),
@@ -566,6 +569,20 @@ async def test_hosts_with_and_without_a_port_are_served(host: bytes) -> None:
         writer.write(b"GET / HTTP/1.1\r\nHost: %s\r\n\r\n" % host)
 
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_request_of_http_10_needs_no_host() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await Response(Request(scope).url.path)(scope, receive, send)
+
+    sock = bind("127.0.0.1", 0)
+    async with serving(app, sock), asyncio.timeout(10):
+        reader, writer = await connected(sock)
+        writer.write(b"GET / HTTP/1.0\r\n\r\n")
+
+        assert (await reader.readline()).endswith(b" 200 OK\r\n")
         writer.close()
 
 

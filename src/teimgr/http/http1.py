@@ -450,7 +450,10 @@ class HttpProtocol(HttpToolsProtocol):
         coding = fields.get(b"transfer-encoding")
         if coding is not None and (coding.strip().lower() != b"chunked" or self.parser.get_http_version() == "1.0"):
             raise ValueError("a transfer coding that is not served")
-        if (host := fields.get(b"host")) is not None and not is_host(host):
+        if (host := fields.get(b"host")) is None:
+            if self.parser.get_http_version() == "1.1":
+                raise ValueError("a request of HTTP/1.1 names its host (RFC 9112, 3.2)")
+        elif not is_host(host):
             raise ValueError("not a host")
         if b"expect" in fields:
             self.expect_100_continue = any(
