@@ -26,7 +26,7 @@ from bench.monster_inputs import ARROW, TEXTS, arrow_stream
 from bench.progress import partial, say
 from bench.report import publish
 from teimgr.api.batches.lines import _Reader
-from teimgr.api.gateway.model_names import model_of
+from teimgr.api.gateway.model_names import ModelScans
 from teimgr.api.rest import schemas
 from teimgr.engine.job import InferOptions, Job, Lane, SparseRow
 from teimgr.errors import TeimgrError
@@ -34,7 +34,7 @@ from teimgr.observability.memory import collect_garbage_rarely
 from teimgr.wire import arrow_tables, frames
 from teimgr.wire.arrow_inputs import read_inputs, read_texts
 from teimgr.wire.frames import HttpRequest, Timings
-from teimgr.wire.gil import StepThread, free
+from teimgr.wire.gil import free
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.quantisation import Precision
@@ -240,11 +240,11 @@ def _rerank(body: bytes) -> object:
 
 
 def _model(body: bytes) -> object:
-    scanning = StepThread("scan")
+    scans = ModelScans()
     try:
-        return asyncio.run(model_of(body, scanning))
+        return asyncio.run(scans.model_of(body))
     finally:
-        scanning.close()
+        scans.close()
 
 
 def _msgpack_cases() -> Iterator[Case]:

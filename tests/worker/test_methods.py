@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -39,8 +39,9 @@ from tests.support.polling import eventually
 from tests.support.worker_process import Answer, Connect, WorkerLink, WorkerProcess, arrow
 from tests.worker.test_dispatcher import FakeEngine, dispatching
 
+from teimgr.engine.engine import Engine
 from teimgr.errors import Code, TeimgrError
-from teimgr.spec import Kind
+from teimgr.spec import MAX_TEXT_BYTES, Kind, WorkerSpec
 from teimgr.wire.frames import Flag, HttpRequest, Method, Timings, request_head
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
@@ -516,6 +517,51 @@ async def test_large_messages_that_wait_for_a_thread_are_within_the_bounds_of_th
     assert dispatcher.taken == len(posted)
     dispatcher.cancel(posted[0])
     dispatcher.close()
+
+
+_EMOJI = "\U0001f600" * (MAX_TEXT_BYTES // 4)
+LARGEST: Mapping[str, tuple[Method, Callable[[], bytes]]] = {
+    "Embed": (Method.EMBED, lambda: embed(_EMOJI)),
+    "EmbedSparse": (Method.EMBED_SPARSE, lambda: sparse(_EMOJI)),
+    "EmbedAll": (Method.EMBED_ALL, lambda: every(_EMOJI)),
+    "Predict": (Method.PREDICT, lambda: predict(_EMOJI)),
+    "PredictPair": (Method.PREDICT_PAIR, lambda: pair(_EMOJI, _EMOJI)),
+    "Rerank of long texts": (Method.RERANK, lambda: rerank(*[_EMOJI] * 4, query="a")),
+    "Tokenize": (Method.TOKENIZE, lambda: tei_pb2.EncodeRequest(inputs=_EMOJI).SerializeToString()),
+    "Decode": (Method.DECODE, lambda: tei_pb2.DecodeRequest(ids=[1] * 260_000).SerializeToString()),
+    "EmbedArrow": (Method.EMBED_ARROW, lambda: arrow(["\U0001f600" * 150] * 50_000)),
+    "HTTP": (Method.HTTP, lambda: http_frame(_EMOJI)),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+async def test_the_largest_message_of_a_method_holds_the_loop_for_no_20_ms(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the processor time of each callback, so that other processes do not count."""
+    engine, held, run = FakeEngine(), [0.0], asyncio.Handle._run
+    engine.info = replace(engine.info, kind=Kind.RERANKER)
+    dispatcher = Dispatcher(WorkerSpec(name="i", model_id="m", port=1, max_client_batch_size=2**16))
+    dispatcher.attach(cast(Engine, engine))
+    method, make = LARGEST[name]
+    call = _Recorded(method, make(), Flag.NONE)
+
+    def timed(handle: asyncio.Handle) -> None:
+        began = time.thread_time()
+        run(handle)
+        held.append(time.thread_time() - began)
+
+    monkeypatch.setattr(asyncio.Handle, "_run", timed)
+    began = time.thread_time()
+    methods.handle(dispatcher, call)
+    held.append(time.thread_time() - began)
+    await eventually(lambda: engine.jobs or call.errors or call.replies)
+    dispatcher.cancel(call)
+    await dispatcher.drained(60)
+    dispatcher.close()
+
+    assert max(held) < 0.02
+    assert [error.code for error in call.errors] in ([], [Code.INTERNAL_ERROR]), call.errors  # without a tokenizer
 
 
 async def test_what_a_large_http_frame_holds_is_released_whatever_becomes_of_it() -> None:

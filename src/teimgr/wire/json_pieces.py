@@ -31,9 +31,14 @@ def dumps(value: Any, weight: int | None = None) -> bytes:
         return _dumped(value)
     if not _may_be_large(value) or _weight_up_to(value, _AT_ONCE) <= _AT_ONCE:
         return _dumped(value)
-    whole = BytesIO()  # grows by parts, and gives its own buffer away: one call that joins copies all at once
+    return joined(_pieces(value))
+
+
+def joined(pieces: Iterable[bytes | bytearray | memoryview]) -> bytes:
+    """Pieces one behind the other: `b"".join` would hold the GIL while it copies all of them."""
+    whole = BytesIO()  # grows by parts, and gives its own buffer away
     rest = Rests()
-    for piece in _pieces(value):
+    for piece in pieces:
         whole.write(piece)
         rest()
     return whole.getvalue()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from google.protobuf.message import Message
@@ -21,7 +22,9 @@ from teimgr.observability.request_context import CURRENT
 from teimgr.spec import Kind
 from teimgr.wire.error_bodies import failure
 from teimgr.wire.frames import HttpReply, HttpRequest, Method, Timings, read_request, reply_head
+from teimgr.wire.gil import free
 from teimgr.wire.grpc_core.streams import MAX_PAIRS
+from teimgr.wire.json_pieces import joined
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import MAX_FIELDS, scan, varint
@@ -46,6 +49,9 @@ from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.http_inference import BadRequest, HttpInference
 from teimgr.worker.scores import need_reranker_grpc, output_per_token, predictions, ranks
 
+if TYPE_CHECKING:  # importing the tokenizer imports torch
+    from teimgr.engine.text.tokenizer import TokenSpan
+
 # TEI's types of the kinds that score; it calls every other model an embedding model.
 _MODEL_TYPES: Mapping[str, tei_pb2.ModelType] = {
     Kind.CLASSIFIER: tei_pb2.MODEL_TYPE_CLASSIFIER,
@@ -58,6 +64,8 @@ _MAX_DECODE_BYTES = 2**18
 # Of a message that is parsed on a codec thread: the fields of one take Python a microsecond each, and 8 MiB of text
 # 10 ms.
 _LARGE_MESSAGE_BYTES = 256 * 1024
+# Of a reply to `Tokenize`, serialised in one call, which holds the GIL: some milliseconds.
+_TOKENS_AT_ONCE = 10_000
 ScoringRequest = tei_pb2.PredictRequest | tei_pb2.PredictPairRequest | tei_pb2.RerankRequest
 
 
@@ -106,6 +114,21 @@ def _admit_then_parse(
     dispatcher.admit_async(call, parse_then_answer, computes=False)
 
 
+def _serve(
+    dispatcher: Dispatcher, call: MethodCall, read: Callable[[], Input], options: InferOptions, encode: Encode
+) -> None:
+    """Serve a call with the one input that `read` takes from its message: on a codec thread where it may be long, as
+    protobuf decodes a text at each look at it, 8 MiB in 10 ms."""
+    if len(call.payload) <= _LARGE_MESSAGE_BYTES:
+        dispatcher.serve(call, [read()], options, encode)
+        return
+
+    async def read_then_serve() -> None:
+        dispatcher.serve(call, [await dispatcher.read_off_loop(call, read)], options, encode)
+
+    dispatcher.admit_async(call, read_then_serve, computes=False)
+
+
 # Embeddings.
 
 
@@ -125,7 +148,7 @@ def embed(dispatcher: Dispatcher, call: MethodCall) -> None:
         timings = call.timings(job)
         return CallReply(embed_response(job.vectors[0], timings), timings)
 
-    dispatcher.serve(call, [message.inputs], options, encode)
+    _serve(dispatcher, call, lambda: message.inputs, options, encode)
 
 
 def embed_sparse(dispatcher: Dispatcher, call: MethodCall) -> None:
@@ -140,7 +163,7 @@ def embed_sparse(dispatcher: Dispatcher, call: MethodCall) -> None:
         payload = embed_sparse_response(vector.indices, vector.values, timings)
         return CallReply(within(payload, dispatcher.spec.max_message_bytes), timings)
 
-    dispatcher.serve(call, [message.inputs], options, encode)
+    _serve(dispatcher, call, lambda: message.inputs, options, encode)
 
 
 def embed_all(dispatcher: Dispatcher, call: MethodCall) -> None:
@@ -156,7 +179,7 @@ def embed_all(dispatcher: Dispatcher, call: MethodCall) -> None:
         timings = call.timings(job)
         return CallReply(within(embed_all_response(vectors, timings), dispatcher.spec.max_message_bytes), timings)
 
-    dispatcher.serve(call, [message.inputs], options, encode)
+    _serve(dispatcher, call, lambda: message.inputs, options, encode)
 
 
 # Scores.
@@ -164,18 +187,22 @@ def embed_all(dispatcher: Dispatcher, call: MethodCall) -> None:
 
 def predict(dispatcher: Dispatcher, call: MethodCall) -> None:
     message = call.message(tei_pb2.PredictRequest)
-    _classify(dispatcher, call, message.inputs, _score_options(message))
+    _classify(dispatcher, call, lambda: message.inputs, _score_options(message))
 
 
 def predict_pair(dispatcher: Dispatcher, call: MethodCall) -> None:
     message = call.message(tei_pb2.PredictPairRequest)
-    inputs = message.inputs
-    if len(inputs) not in (1, 2):
-        raise InvalidInput(f"`inputs` must have a single or two elements. Given: {len(inputs)}")
-    _classify(dispatcher, call, Pair(*inputs) if len(inputs) == 2 else inputs[0], _score_options(message))
+    if (count := len(message.inputs)) not in (1, 2):
+        raise InvalidInput(f"`inputs` must have a single or two elements. Given: {count}")
+
+    def read() -> Input:
+        texts = [message.inputs[place] for place in range(count)]
+        return Pair(*texts) if count == 2 else texts[0]
+
+    _classify(dispatcher, call, read, _score_options(message))
 
 
-def _classify(dispatcher: Dispatcher, call: MethodCall, item: Input, options: InferOptions) -> None:
+def _classify(dispatcher: Dispatcher, call: MethodCall, read: Callable[[], Input], options: InferOptions) -> None:
     labels = dispatcher.engine.info.labels
 
     def encode(job: Job) -> CallReply:
@@ -186,7 +213,7 @@ def _classify(dispatcher: Dispatcher, call: MethodCall, item: Input, options: In
         timings = call.timings(job)
         return CallReply(with_metadata(timings, message.SerializeToString()), timings)
 
-    dispatcher.serve(call, [item], options, encode)
+    _serve(dispatcher, call, read, options, encode)
 
 
 def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
@@ -295,12 +322,21 @@ def tokenize(dispatcher: Dispatcher, call: MethodCall) -> None:
     prompt_name = optional(message, "prompt_name")
 
     def encoded() -> bytes:
-        response = tei_pb2.EncodeResponse()
-        for token in dispatcher.engine.tokenize(message.inputs, message.add_special_tokens, prompt_name):
-            response.tokens.add(id=token.id, text=token.text, special=token.special, start=token.start, stop=token.stop)
-        return response.SerializeToString()
+        tokens = dispatcher.engine.tokenize(message.inputs, message.add_special_tokens, prompt_name)
+        try:
+            parts = range(0, len(tokens), _TOKENS_AT_ONCE)
+            return joined(_encoded_tokens(tokens[at : at + _TOKENS_AT_ONCE]) for at in parts)
+        finally:
+            free(tokens)
 
     _answer_off_loop(dispatcher, call, encoded)
+
+
+def _encoded_tokens(tokens: Sequence[TokenSpan]) -> bytes:
+    response = tei_pb2.EncodeResponse()
+    for token in tokens:
+        response.tokens.add(id=token.id, text=token.text, special=token.special, start=token.start, stop=token.stop)
+    return response.SerializeToString()
 
 
 def decode(dispatcher: Dispatcher, call: MethodCall) -> None:
