@@ -106,8 +106,12 @@ def _handler(kind: type[TokenRequestT]) -> http.HttpHandler:
         body = await inference.read(request, kind)
         dispatcher = inference.dispatcher
         answer: Callable[[Engine], dict[str, Any]] = body.answer
+
+        def written() -> bytes:
+            return http.to_json(answer(dispatcher.engine))
+
         try:
-            return http.json_reply(http.to_json(await dispatcher.on_tokenizer_thread(answer, dispatcher.engine)))
+            return http.json_reply(await dispatcher.on_tokenizer_thread(written))
         except TeimgrError as error:
             dispatcher.metrics.failed(error)
             raise
