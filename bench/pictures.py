@@ -7,7 +7,7 @@ import io
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -145,16 +145,26 @@ class ServedImages(Served):
         return np.array(found[name].to_pylist(), np.float32).reshape(len(texts), -1)
 
 
-def models(folder: Path, *, is_tiny: bool) -> tuple[Path, Path]:
-    """A CLIP and a ColPali in `folder`."""
+class Models(NamedTuple):
+    """Folders. `narrow_colpali` has a quarter of the widths of `colpali`."""
+
+    clip: Path
+    colpali: Path
+    narrow_colpali: Path
+
+
+def models(folder: Path, *, is_tiny: bool, of_pages: bool = True) -> Models:
+    """A CLIP and two ColPalis in `folder`, the large one of full widths where it is needed (`of_pages`)."""
     from tests.support.models.dual_encoders import build_clip, build_colpali
 
     clip = build_clip(folder / "clip", "sentence-transformers")
-    colpali = build_colpali(folder / "colpali")
+    colpali, narrow = (build_colpali(folder / name) for name in ("colpali", "narrow"))
     if not is_tiny:
         _as_clip_b32(clip)
-        _as_colpali(colpali)
-    return clip, colpali
+        if of_pages:
+            _as_colpali(colpali)
+        _as_colpali(narrow, 4)
+    return Models(clip, colpali, narrow)
 
 
 def _as_clip_b32(folder: Path) -> None:
@@ -176,8 +186,8 @@ def _as_clip_b32(folder: Path) -> None:
     library.CLIPImageProcessorPil().save_pretrained(folder)
 
 
-def _as_colpali(folder: Path) -> None:
-    """Give a ColPali the widths of PaliGemma 3B, and a ninth of its depth."""
+def _as_colpali(folder: Path, divisor: int = 1) -> None:
+    """Give a ColPali the widths of PaliGemma 3B, or this part of them, and a ninth of its depth."""
     import torch
 
     library: Any = importlib.import_module("transformers")
@@ -185,11 +195,12 @@ def _as_colpali(folder: Path) -> None:
     processor.image_processor.size = {"height": 448, "width": 448}
     processor.image_seq_length = processor.image_processor.image_seq_length = 1024
     own = library.ColPaliConfig.from_pretrained(folder).to_dict()
-    seen = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "image_size": 448}
-    seen |= {"num_hidden_layers": 27 // NINTH, "patch_size": 14, "projection_dim": 2048}
-    texts = {"hidden_size": 2048, "intermediate_size": 16384, "num_attention_heads": 8, "num_key_value_heads": 1}
-    texts |= {"num_hidden_layers": 18 // NINTH, "head_dim": 256, "max_position_embeddings": 8192}
-    whole = own["vlm_config"] | {"hidden_size": 2048, "projection_dim": 2048}
+    seen = {"hidden_size": 1152 // divisor, "intermediate_size": 4304 // divisor, "num_attention_heads": 16 // divisor}
+    width = 2048 // divisor
+    seen |= {"num_hidden_layers": 27 // NINTH, "patch_size": 14, "image_size": 448, "projection_dim": width}
+    texts = {"hidden_size": width, "intermediate_size": 8 * width, "num_attention_heads": 8, "num_key_value_heads": 1}
+    texts |= {"num_hidden_layers": 18 // NINTH, "head_dim": 256 // divisor, "max_position_embeddings": 8192}
+    whole = own["vlm_config"] | {"hidden_size": width, "projection_dim": width}
     whole |= {"vision_config": own["vlm_config"]["vision_config"] | seen}
     whole |= {"text_config": own["vlm_config"]["text_config"] | texts}
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from bench.encoders import Task
 
 
 def test_readers_have_the_vectors_of_transformers_in_stages_too(tmp_path: Path) -> None:
-    clip, colpali = pictures.models(tmp_path, is_tiny=True)
+    clip, colpali, _ = pictures.models(tmp_path, is_tiny=True)
     files = pictures.photographs(tmp_path / "files", 3, [(64, 48)])
     for kind, model in (("transformers-images", clip), ("transformers-pages", colpali)):
         theirs, ours = KINDS[kind](Task(kind, str(model))), KINDS["engine-images"](Task("", str(model), threads=1))
