@@ -186,7 +186,8 @@ class _Programs:
         if kind == "linear":
             step.width = 16 * chance.randrange(1, 9)
             wide = -(-step.width // self._panel) * self._panel
-            numbers = wide * columns // (1 + self._bfloat16)
+            step.halved = 0 if self._bfloat16 else chance.randrange(3)
+            numbers = wide * columns // (2 if self._bfloat16 or step.halved else 1)
             step.weights, step.weights_size = self._floats(numbers), 4 * numbers
             step.bias, step.bias_size = self._floats(wide), wide
         elif kind == "norm":

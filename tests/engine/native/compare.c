@@ -205,19 +205,22 @@ static void linear_case(int32_t level, int bfloat16) {
     start_trial(&trial, level, bfloat16, 16 * from(1, 12));
     const int64_t panel = panel_width(level), width = from(1, 150), padded = round_up(width, panel), pair = bfloat16 ? 2 : 1;
     const int64_t inner = trial.columns - (from(0, 3) ? 0 : 2 * from(0, 7)), per_panel = inner / pair * panel;
+    const int halved = bfloat16 ? WHOLE : (int)from(WHOLE, HALF_FLOAT16);
+    const int64_t weight_size = bfloat16 || halved ? 2 : 4;
     float *weights = numbers(width * inner), *bias = numbers(padded);
-    char *packed = memory(padded * inner * (bfloat16 ? 2 : 4));
+    char *packed = memory(padded * inner * weight_size);
     for (int64_t column = 0; column < width; column++)
         for (int64_t e = 0; e < inner; e++) {
             float *weight = weights + column * inner + e;
             const int64_t at = column / panel * per_panel * pair + (e / pair * panel + column % panel) * pair + e % pair;
-            *weight = rounded(*weight, bfloat16);
-            if (bfloat16) ((uint16_t *)packed)[at] = to_bfloat16(*weight);
+            *weight = halved == HALF_FLOAT16 ? (float)(_Float16)*weight : rounded(*weight, bfloat16 || halved);
+            if (halved == HALF_FLOAT16) ((_Float16 *)packed)[at] = (_Float16)*weight;
+            else if (bfloat16 || halved) ((uint16_t *)packed)[at] = to_bfloat16(*weight);
             else ((float *)packed)[at] = *weight;
         }
     struct step *step = trial.steps + 1;
     step->kind = LINEAR, step->x.slot = 1, step->floats = 2, step->width = width, step->inner = inner;
-    step->weights = packed, step->weights_size = padded * inner * (bfloat16 ? 2 : 4);
+    step->weights = packed, step->weights_size = padded * inner * weight_size, step->halved = halved;
     step->activation = (int32_t)from(NO_ACTIVATION, QUICK_GELU);
     if (from(0, 1)) step->bias = bias, step->bias_size = padded;
     if (width <= trial.columns && from(0, 1)) step->with.slot = 0;

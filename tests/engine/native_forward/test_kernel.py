@@ -116,6 +116,30 @@ def test_float32_is_the_models_own_forward(module: Any, level: str) -> None:
         torch.testing.assert_close(found, own(module, text), atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("level", HERE)
+def test_weights_that_a_file_has_in_16_bits_are_kept_so_and_give_the_bits_of_float32(
+    bert: Any, level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer of the second half has another number, and stays float32."""
+    module = copy.deepcopy(bert)
+    for parameter in module.encoder.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    module.encoder.layer[1].output.dense.weight.data[3, 5] = 1.0001
+    program = lower(trace_forward(module, {}))
+    halved = ForwardKernel(program, torch.float32, level=level)
+    monkeypatch.setattr("teimgr.engine.native_forward.kernel.narrowest", lambda parts: torch.float32)
+    whole = ForwardKernel(program, torch.float32, level=level)
+    of_halves = sum(step.weights_size for step in halved._steps)
+    assert 0.5 < of_halves / sum(step.weights_size for step in whole._steps) < 0.7
+
+    for lengths in ((1,), (6,), (13,), (18,), (19,), (64,), (65,), (200,), LENGTHS):
+        batch = pack(texts_of(lengths))
+        for threads in (1, 2):
+            for found, expected in zip(run(halved, batch, threads), run(whole, batch, threads), strict=True):
+                assert torch.equal(found, expected), (lengths, threads)
+
+
 @pytest.mark.parametrize("level", ["avx512_bf16", "amx"])
 def test_bfloat16_is_close(module: Any, level: str) -> None:
     if level not in HERE:

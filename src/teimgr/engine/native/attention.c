@@ -171,7 +171,7 @@ static int found_level(void) {
 #endif
     if (avx512_bf16) return AVX512_BF16;
     if (avx512) return AVX512;
-    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #if defined(HAS_AVX_VNNI)
     if (avx2 && has_avx_vnni()) return AVX_VNNI;
 #endif

@@ -74,7 +74,7 @@ INLINE_BYTES void BYTES(multiply_panel)(
 
 static BYTES_TARGET void BYTES(linear)(
     const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead) {
-    IN_BLOCKS(BYTES(multiply_panel))
+    IN_BLOCKS(BYTES(multiply_panel), NULL)
 }
 
 #undef INLINE_BYTES

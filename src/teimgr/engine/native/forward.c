@@ -39,9 +39,11 @@ enum {
 };
 
 // A block of rows of a panel: which of how many. `ahead` is NULL in a group of more than ROW_TILE rows, whose products take longer than its weights.
+// `panel` has the panel's weights, or gets them, where those of the step are halved.
 struct part {
     int64_t at, count;
     struct ahead *ahead;
+    void *panel;
 };
 
 // Weights that are fetched from memory while others are multiplied: from `from` on `advance` bytes for each element, and
@@ -53,14 +55,14 @@ struct fetch {
 
 // The body of a function of (step, group, unit, ahead): `multiply` takes the unit's rows in blocks of nearly equal height,
 // whose number is a constant in each call, so that sums stay in registers. Units of one panel follow each other: its weights
-// come from memory once for all rows of a group.
-#define IN_BLOCKS(multiply)                                                                             \
+// come from memory once for all rows of a group, or from `moved`.
+#define IN_BLOCKS(multiply, moved)                                                                             \
     const int64_t tiles = (group->tokens + ROW_TILE - 1) / ROW_TILE, panel = unit / tiles;              \
     const int64_t first = unit % tiles * ROW_TILE, last = lesser(first + ROW_TILE, group->tokens);      \
     const int64_t blocks = (last - first + MAX_ROWS - 1) / MAX_ROWS;                                  \
     for (int64_t i = 0, row = first; i < blocks; i++) {                                                 \
         const int64_t rows = (last - row + blocks - i - 1) / (blocks - i);                              \
-        const struct part part = {i, blocks, ahead};                                                    \
+        const struct part part = {i, blocks, ahead, moved};                                             \
         switch (rows) {                                                                                 \
         case 1: multiply(step, group, row, 1, panel, &part); break;                                     \
         case 2: multiply(step, group, row, 2, panel, &part); break;                                     \
@@ -104,9 +106,9 @@ int byte_sum_bits(int32_t level) { return level >= NEON_DOT ? 32 : 0; }
 #else
 #include <immintrin.h>
 #define LEVEL(name) name##_avx2
-#define TARGET __attribute__((target("avx2,fma")))
+#define TARGET __attribute__((target("avx2,fma,f16c")))
 #if defined(HAS_AVX_VNNI)
-#define VNNI_TARGET __attribute__((target("avx2,fma,avxvnni")))
+#define VNNI_TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
 #endif
 #define WIDTH 8
 #define COLUMNS 2
@@ -178,6 +180,8 @@ static int64_t units_of(const struct step *step, const struct group *group, cons
 
 typedef void (*unit_function)(const struct step *step, const struct group *group, int64_t unit);
 typedef void (*linear_function)(const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead);
+typedef void (*halved_function)(
+    const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead, struct scratch *scratch);
 
 #if defined(__aarch64__)
 static linear_function linear_of_bytes(const struct program *program, const struct step *step) {
@@ -188,6 +192,10 @@ static linear_function linear_of_bytes(const struct program *program, const stru
 static linear_function linear_of_numbers(const struct program *program, const struct step *step) {
     (void)step;
     return program->bfloat16 ? linear_neon_bf16 : program->level >= NEON_DOT ? linear_neon_dot : linear_neon;
+}
+
+static halved_function linear_of_halves(const struct program *program) {
+    return program->level >= NEON_DOT ? linear_halved_neon_dot : linear_halved_neon;
 }
 
 static unit_function rows_of(const struct program *program) {
@@ -215,6 +223,10 @@ static linear_function linear_of_numbers(const struct program *program, const st
     return program->level >= AVX512 ? linear_avx512 : linear_avx2;
 }
 
+static halved_function linear_of_halves(const struct program *program) {
+    return program->level >= AVX512 ? linear_halved_avx512 : linear_halved_avx2;
+}
+
 static unit_function rows_of(const struct program *program) {
     if (program->bfloat16) return run_rows_avx512_bf16;
     return program->level >= AVX512 ? run_rows_avx512 : run_rows_avx2;
@@ -222,16 +234,19 @@ static unit_function rows_of(const struct program *program) {
 #endif
 
 static void run_unit(
-    const struct step *step, const struct group *group, const struct attention *attention, void *scratch, int64_t unit,
-    struct ahead *ahead) {
+    const struct step *step, const struct group *group, const struct attention *attention, struct scratch *scratch,
+    int64_t unit, struct ahead *ahead) {
     if (step->kind == ATTEND) {
-        attention_item(attention, scratch, unit);
+        scratch->panel = NULL;
+        attention_item(attention, scratch->memory, unit);
         return;
     }
     if (step->kind != LINEAR)
         rows_of(group->program)(step, group, unit);
     else if (step->scales != NULL)
         linear_of_bytes(group->program, step)(step, group, unit, ahead);
+    else if (step->halved)
+        linear_of_halves(group->program)(step, group, unit, ahead, scratch);
     else
         linear_of_numbers(group->program, step)(step, group, unit, ahead);
 }
@@ -247,7 +262,8 @@ static const char *weights_of(const struct group *group, struct taken taken) {
     if (taken.step < 0 || taken.step >= program->step_count) return NULL;
     const struct step *step = program->steps + taken.step;
     if (step->kind != LINEAR) return NULL;
-    const int64_t columns = panel_width(program->level), size = step->scales != NULL ? 1 : program->bfloat16 ? 2 : 4;
+    const int64_t columns = panel_width(program->level);
+    const int64_t size = step->scales != NULL ? 1 : program->bfloat16 || step->halved ? 2 : 4;
     return (const char *)step->weights + taken.unit / ceiling(group->tokens, ROW_TILE) * columns * step->inner * size;
 }
 
@@ -288,11 +304,20 @@ static int next_group(struct group *group, int64_t tokens) {
     return 1;
 }
 
+// Whether a unit of a step works in a thread's scratch.
+static int uses_scratch(const struct step *step, const struct group *group) {
+    return step->kind == ATTEND || (step->kind == LINEAR && step->halved && group->tokens > MAX_ROWS);
+}
+
 static int64_t scratch_bytes(const struct group *group) {
     int64_t bytes = 0;
     for (int64_t i = 0; i < group->program->step_count; i++) {
         const struct step *step = group->program->steps + i;
-        if (step->kind != ATTEND) continue;
+        if (!uses_scratch(step, group)) continue;
+        if (step->kind == LINEAR) {
+            bytes = greater(bytes, step->inner * panel_width(group->program->level) * 4);
+            continue;
+        }
         const struct attention attention = attention_of(step, group);
         bytes = greater(bytes, attention_scratch_bytes(&attention));
     }
@@ -350,6 +375,7 @@ static void take_all_groups(struct work *work) {
         set_begins(&group, (int32_t *)(memory + slots + work->scratch));
         const int is_small = group.tokens <= ROW_TILE;
         struct ahead ahead = {NULL, 0};
+        struct scratch scratch = {memory + slots, NULL};
         for (int64_t s = 0; s < program->step_count; s++) {
             const struct step *step = program->steps + s;
             const struct attention attention = step->kind == ATTEND ? attention_of(step, &group) : (struct attention){0};
@@ -358,7 +384,7 @@ static void take_all_groups(struct work *work) {
                 give_way(work);
                 const struct taken further = {linear_from(program, s + 1), 0};
                 if (is_small) ahead.next = weights_of(&group, unit + 1 < units ? (struct taken){s, unit + 1} : further);
-                run_unit(step, &group, &attention, memory + slots, unit, is_small ? &ahead : NULL);
+                run_unit(step, &group, &attention, &scratch, unit, is_small ? &ahead : NULL);
             }
         }
         copy_result(&group);
@@ -423,7 +449,7 @@ static void share_all_steps(struct work *work) {
     const int64_t least = HELD_OF * (int64_t)work->call->threads;
     struct taken further = {-1, 0};  // of a linear layer to come
     struct ahead ahead = {NULL, 0};
-    char *scratch = NULL;
+    struct scratch scratch = {NULL, NULL};
     int64_t waited = 0;
     for (int64_t s = 0; s < program->step_count; s++) {
         const struct step *step = program->steps + s;
@@ -439,15 +465,16 @@ static void share_all_steps(struct work *work) {
                 ahead.next = weights_of(group, next < units ? (struct taken){s, next} : further);
             }
             give_way(work);
-            if (step->kind == ATTEND && scratch == NULL) scratch = new_memory(work, work->scratch);
-            if (step->kind != ATTEND || scratch != NULL)
-                run_unit(step, group, &attention, scratch, unit, fetches ? &ahead : NULL);
+            const int needs = uses_scratch(step, group);
+            if (needs && scratch.memory == NULL) scratch.memory = new_memory(work, work->scratch);
+            if (!needs || scratch.memory != NULL)
+                run_unit(step, group, &attention, &scratch, unit, fetches ? &ahead : NULL);
             atomic_fetch_add_explicit(&progress->done, 1, memory_order_release);
             unit = holds ? next : take_unit(progress);
         }
         waited += wait_for(work, &progress->done, units);
     }
-    free(scratch);
+    free(scratch.memory);
     if (pthread_equal(pthread_self(), work->caller)) work->waited += waited, work->ended = now();
 }
 

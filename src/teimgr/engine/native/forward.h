@@ -10,6 +10,7 @@ enum step_kind { EMBED, LINEAR, ATTEND, NORM, ADD, ACTIVATE, GATE, ROTATE, QUANT
 enum activation { NO_ACTIVATION, GELU, GELU_TANH, RELU, SILU, TANH, QUICK_GELU };
 enum norm { LAYER_NORM, RMS_NORM };
 enum index { IDS, POSITIONS, TYPES };
+enum weights { WHOLE, HALF_BFLOAT16, HALF_FLOAT16 };
 enum { INDICES = 3, MAX_TABLES = 4, NO_SLOT = -1 };
 
 // A value of every token in a thread's memory: `stride` bytes a token, from `offset` bytes a token on.
@@ -27,7 +28,8 @@ struct operand {
 // program's; everything else is float32.
 //   EMBED     scale · (the row `bias` + the rows of `tables` that the batch's ids, positions or types select)
 //   LINEAR    activation(x Wᵀ + bias) + `with`; W in panels as `panel_width` says; `x` has operands, or where `scales`
-//             is not NULL a row of QUANTISE, and W then has bytes
+//             is not NULL a row of QUANTISE, and W then has bytes; where operands are float32, W may be `halved`: each
+//             weight in 16 bits, of which its float32 is made when it is read
 //   ATTEND    softmax(scale · q kᵀ − slope · |i − j|) v of `x`, `with` and `third`, all operands; `bias` has the slope of
 //             every head, or is NULL
 //   NORM      of each of `groups` parts of `width` columns of `x`, times `weights`, plus `bias`
@@ -43,6 +45,7 @@ struct step {
     int32_t kind, activation, norm, causal;
     struct operand x, with, third;
     int32_t floats, operands;
+    int32_t halved;                            // of `enum weights`
     int64_t width, inner;                      // columns of the result (of a group), columns of `x` that are multiplied
     int64_t groups;
     const void *weights;                       // with their bytes, and of what follows its numbers, in `…_size`
@@ -88,6 +91,12 @@ struct group {
 struct ahead {
     const char *next;                          // its first weight; NULL: nothing
     int64_t fetched;                           // rows of weights of the panel at hand that were; set: of the next one
+};
+
+// A thread's memory for one unit at a time, and the panel of halved weights whose numbers it has; NULL: none.
+struct scratch {
+    void *memory;
+    const void *panel;
 };
 
 struct forward {

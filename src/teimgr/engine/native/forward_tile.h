@@ -168,9 +168,9 @@ INLINE void LEVEL(add_products)(
 }
 
 // What a block of rows of a panel fetches: an even share of the weights that the blocks of all panels need, from those
-// behind the ones that earlier blocks have fetched.
-INLINE struct fetch LEVEL(fetch_of)(const char *weights, int64_t elements, const struct part *part) {
-    const int64_t bytes = PANEL * 4, lead = FETCHED_AHEAD, fetched = lesser(part->ahead->fetched, elements);
+// behind the ones that earlier blocks have fetched. `bytes` are those of a panel's weights for one element.
+INLINE struct fetch LEVEL(fetch_of)(const char *weights, int64_t elements, int64_t bytes, const struct part *part) {
+    const int64_t lead = FETCHED_BYTES / bytes, fetched = lesser(part->ahead->fetched, elements);
     const char *next = part->ahead->next == NULL ? weights : part->ahead->next;
     if (part->at > 0) {
         const int64_t begin = lead + (part->at - 1) * elements / part->count;
@@ -184,14 +184,15 @@ INLINE struct fetch LEVEL(fetch_of)(const char *weights, int64_t elements, const
 INLINE void LEVEL(multiply_panel)(
     const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel, const struct part *part) {
     const int64_t elements = step->inner / (1 + PAIRS);
-    const ELEMENT *weights = (const ELEMENT *)step->weights + panel * elements * PANEL, *x[MAX_ROWS];
+    const ELEMENT *own = (const ELEMENT *)step->weights + panel * elements * PANEL, *x[MAX_ROWS];
+    const ELEMENT *weights = part->panel == NULL ? own : part->panel;
     FLOATS sums[MAX_ROWS][COLUMNS];
     for (int r = 0; r < rows; r++) {
         x[r] = (const ELEMENT *)(LEVEL(operands_of)(group, step->x.slot, row + r) + step->x.column);
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = (FLOATS){};
     }
     struct fetch fetch = {(const char *)(weights + FETCHED_BYTES / 4), NULL, elements, PANEL * 4};
-    if (part->ahead != NULL) fetch = LEVEL(fetch_of)((const char *)weights, elements, part);
+    if (part->ahead != NULL) fetch = LEVEL(fetch_of)((const char *)weights, elements, PANEL * (part->panel == NULL ? 4 : 2), part);
     if (part->ahead == NULL && part->at > 0)
         LEVEL(add_products)(weights, elements, x, rows, 0, fetch, sums);
     else if (fetch.advance <= HALF_LINES * 64)
@@ -206,11 +207,106 @@ static TARGET void LEVEL(linear)(const struct step *step, const struct group *gr
 #if PAIRS && defined(__aarch64__)
     ahead = NULL;  // products of matrices fetch the panel at hand alone
 #endif
-    IN_BLOCKS(LEVEL(multiply_panel))
+    IN_BLOCKS(LEVEL(multiply_panel), NULL)
     if (ahead == NULL) return;
     const int64_t elements = step->inner / (1 + PAIRS);
     ahead->fetched = FETCHED_AHEAD + (blocks - 1) * elements / blocks;
 }
+
+#if !PAIRS
+// WIDTH weights of 16 bits: their numbers.
+INLINE FLOATS LEVEL(widened)(const uint16_t *from, int32_t halved) {
+#if defined(__aarch64__)
+    if (halved == HALF_FLOAT16) return (FLOATS)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+    return (FLOATS)vshll_n_u16(vld1_u16(from), 16);
+#elif WIDTH == 16
+    const __m256i halves = _mm256_loadu_si256((const __m256i *)from);
+    if (halved == HALF_FLOAT16) return (FLOATS)_mm512_cvtph_ps(halves);
+    return (FLOATS)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+#else
+    const __m128i halves = _mm_loadu_si128((const __m128i *)from);
+    if (halved == HALF_FLOAT16) return (FLOATS)_mm256_cvtph_ps(halves);
+    return (FLOATS)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+#endif
+}
+
+// As `multiply_panel`, of weights that are halved; sums are added in the same order. The first block of rows makes their
+// numbers, and leaves them for those behind it: few rows wait for weights from memory, and these are half as many bytes.
+INLINE void LEVEL(multiply_halved)(
+    const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel, const struct part *part,
+    int32_t halved) {
+    if (part->at > 0) {
+        LEVEL(multiply_panel)(step, group, row, rows, panel, part);
+        return;
+    }
+    const int64_t elements = step->inner;
+    const uint16_t *weights = (const uint16_t *)step->weights + panel * elements * PANEL;
+    float *wide = part->panel;
+    const float *x[MAX_ROWS];
+    FLOATS sums[MAX_ROWS][COLUMNS];
+    for (int r = 0; r < rows; r++) {
+        x[r] = LEVEL(operands_of)(group, step->x.slot, row + r) + step->x.column;
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] = (FLOATS){};
+    }
+    struct fetch fetch = {(const char *)weights + FETCHED_BYTES, NULL, elements, PANEL * 2};
+    if (part->ahead != NULL) fetch = LEVEL(fetch_of)((const char *)weights, elements, PANEL * 2, part);
+    for (int64_t e = 0; e < elements; e++, weights += PANEL) {
+        if (e == fetch.turn) fetch.from = fetch.next;
+        for (int line = 0; line < HALF_LINES; line++) __builtin_prefetch(fetch.from + line * 64, 0, SECOND_LEVEL);
+        fetch.from += fetch.advance;
+        for (int byte = 0; byte < PANEL * 2; byte += 64)
+            __builtin_prefetch((const char *)(weights + 2 * TAKEN_AHEAD * PANEL) + byte);
+        FLOATS numbers[COLUMNS];
+        for (int c = 0; c < COLUMNS; c++) numbers[c] = LEVEL(widened)(weights + c * WIDTH, halved);
+        if (wide != NULL)
+            for (int c = 0; c < COLUMNS; c++) *(FLOATS *)(wide + e * PANEL + c * WIDTH) = numbers[c];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] += x[r][e] * numbers[c];
+    }
+    LEVEL(finish)(step, group, row, rows, panel * PANEL, sums);
+}
+
+INLINE void LEVEL(multiply_bfloat16)(
+    const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel, const struct part *part) {
+    LEVEL(multiply_halved)(step, group, row, rows, panel, part, HALF_BFLOAT16);
+}
+
+INLINE void LEVEL(multiply_float16)(
+    const struct step *step, const struct group *group, int64_t row, int rows, int64_t panel, const struct part *part) {
+    LEVEL(multiply_halved)(step, group, row, rows, panel, part, HALF_FLOAT16);
+}
+
+static TARGET void LEVEL(linear_bfloat16)(
+    const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead, float *wide) {
+    IN_BLOCKS(LEVEL(multiply_bfloat16), wide)
+}
+
+static TARGET void LEVEL(linear_float16)(
+    const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead, float *wide) {
+    IN_BLOCKS(LEVEL(multiply_float16), wide)
+}
+
+static TARGET void LEVEL(linear_widened)(
+    const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead, float *wide) {
+    IN_BLOCKS(LEVEL(multiply_panel), wide)
+}
+
+// As `linear`, of weights that are halved. The numbers of a panel are in `scratch` for the next rows of the group.
+static TARGET void LEVEL(linear_halved)(
+    const struct step *step, const struct group *group, int64_t unit, struct ahead *ahead, struct scratch *scratch) {
+    const int64_t tiles = (group->tokens + ROW_TILE - 1) / ROW_TILE, elements = step->inner;
+    const uint16_t *weights = (const uint16_t *)step->weights + unit / tiles * elements * PANEL;
+    float *wide = group->tokens > MAX_ROWS ? scratch->memory : NULL;
+    if (wide != NULL && scratch->panel == weights)
+        LEVEL(linear_widened)(step, group, unit, ahead, wide);
+    else
+        (step->halved == HALF_FLOAT16 ? LEVEL(linear_float16) : LEVEL(linear_bfloat16))(step, group, unit, ahead, wide);
+    scratch->panel = wide == NULL ? NULL : weights;
+    if (ahead == NULL) return;
+    const int64_t blocks = (group->tokens + MAX_ROWS - 1) / MAX_ROWS;  // a group with `ahead` has one tile
+    ahead->fetched = FETCHED_BYTES / (PANEL * 2) + (blocks - 1) * elements / blocks;
+}
+#endif
 
 // The sums of products of a row of bytes and a panel, whose columns begin with `column`, as numbers.
 INLINE void LEVEL(scale_sums)(const struct step *step, const char *bytes, int64_t column, const INTS *sums, FLOATS *results) {

@@ -35,7 +35,7 @@ struct attention {
     parallel_function parallel;                        // NULL: on the calling thread
 };
 
-// Instruction sets, each with those before it. On x86-64: AVX2 with FMA; AVX-VNNI, which CPUs with those behind it may lack;
+// Instruction sets, each with those before it. On x86-64: AVX2 with FMA and F16C; AVX-VNNI, which CPUs with those behind it may lack;
 // AVX-512; products of bfloat16; products of tiles of bfloat16 and of bytes. On 64-bit Arm: NEON, which each has; dot
 // products of bytes; products of matrices of bfloat16 and of bytes.
 #if defined(__aarch64__)

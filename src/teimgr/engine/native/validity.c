@@ -84,8 +84,9 @@ static int result_fits(const struct program *program, const struct step *step, i
 static int linear_is_valid(const struct program *program, const struct step *step) {
     const int64_t panel = panel_width(program->level), columns = round_up(step->width, panel), inner = step->inner;
     const int is_bytes = step->scales != NULL;
-    const int64_t size = is_bytes ? 1 : program->bfloat16 ? 2 : 4;
-    if (!within(inner, 1, MAX_COLUMNS) || step->weights == NULL || step->weights_size < columns * inner * size) return 0;
+    const int64_t size = is_bytes ? 1 : program->bfloat16 ? 2 : 4, weight = step->halved ? 2 : size;
+    if (!within(inner, 1, MAX_COLUMNS) || step->weights == NULL || step->weights_size < columns * inner * weight) return 0;
+    if (!within(step->halved, WHOLE, HALF_FLOAT16) || (step->halved && (is_bytes || program->bfloat16))) return 0;
     if (is_bytes) {
         const int64_t row = inner + (int64_t)sizeof(struct row_scale);
         if (byte_sum_bits(program->level) == 0 || inner % 4 || step->x.column != 0) return 0;

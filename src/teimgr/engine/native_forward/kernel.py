@@ -20,7 +20,7 @@ from torch import Tensor
 from teimgr.engine.batching.batch import PackedBatch
 from teimgr.engine.core_load import HelperWaits
 from teimgr.engine.native_forward.lowering import lower
-from teimgr.engine.native_forward.packed_weights import WeightPacker
+from teimgr.engine.native_forward.packed_weights import WeightPacker, narrowest
 from teimgr.engine.native_forward.program import CannotLowerError, ForwardProgram, Step, Table, quantised
 from teimgr.engine.native_forward.trace import trace_forward
 from teimgr.engine.native_library import (
@@ -36,6 +36,7 @@ _KINDS = ("embed", "linear", "attend", "norm", "add", "activate", "gate", "rotat
 _ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh", "quick_gelu")
 _NORMS = ("layer", "rms")
 _INDICES = ("ids", "positions", "types")
+_HALVED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum weights`
 _MAX_TABLES = 4
 _NO_SLOT = -1
 # A row of a slot is a multiple of this many elements, the columns of the widest panel; a quantised one, of bytes.
@@ -75,6 +76,7 @@ class _Step(ctypes.Structure):
         ("third", _Operand),
         ("floats", ctypes.c_int32),
         ("operands", ctypes.c_int32),
+        ("halved", ctypes.c_int32),
         ("width", ctypes.c_int64),
         ("inner", ctypes.c_int64),
         ("groups", ctypes.c_int64),
@@ -185,7 +187,9 @@ def forward_kernel(
 
 class ForwardKernel:
     """A program with its weights in `dtype`: float32, bfloat16, or int8, which has a scale for each column of a layer
-    and for each token's row; between the layers it computes in bfloat16 where the CPU has it, else in float32.
+    and for each token's row; between the layers it computes in bfloat16 where the CPU has it, else in float32. Weights
+    that are the same in 16 bits, as a file may store them, take these alone, and float32 is made of them when they are
+    read: the results are those of float32.
 
     Tables of positions are those of texts of up to `trained` tokens; longer texts have tables of that length, so
     that a batch with one has texts of its length alone.
@@ -219,9 +223,9 @@ class ForwardKernel:
         self._tables: list[tuple[int, int, Table]] = []  # step, place, table of positions
         self._rows = [_NO_TABLE] * len(_INDICES)  # of the smallest table of each index, but those
         linears = [step for step in program.steps if step.kind == "linear" and not self._reads_bytes(step)]
-        shapes = [(step.width, step.x.width) for step in linears if step.x is not None]
-        packed_dtype = torch.bfloat16 if self._bfloat16 else torch.float32
-        self._packer = WeightPacker(shapes, self._panel, packed_dtype, byte_sum_bits)
+        self._stored = {step.key: self._stored_dtype(step) for step in linears}
+        shapes = [(step.width, step.x.width, self._stored[step.key]) for step in linears if step.x is not None]
+        self._packer = WeightPacker(shapes, self._panel, pairs=self._bfloat16, byte_sum_bits=byte_sum_bits)
         self._steps = (_Step * len(program.steps))(*[self._step(step, values) for step in program.steps])
         self._slots_array = (_Slot * len(slots))(*slots)
         self._program = _Program(
@@ -443,7 +447,9 @@ class ForwardKernel:
                 made.scales, made.sums = scales.data_ptr(), sums.data_ptr()
                 made.scales_size, made.sums_size = scales.numel(), sums.numel()
             else:
-                weights = self._packer.pack(parts)
+                dtype = self._stored[step.key]
+                weights = self._packer.pack(parts, dtype)
+                made.halved = 0 if self._bfloat16 else _HALVED[dtype]
             self._kept.append(weights)
             made.weights, made.weights_size = weights.data_ptr(), weights.nbytes
             if step.bias is not None:
@@ -462,6 +468,11 @@ class ForwardKernel:
                 made.tables[place], made.table_size[place] = self._kept_floats(table)
                 self._rows[made.index[place]] = min(self._rows[made.index[place]], len(table))
         return made
+
+    def _stored_dtype(self, step: Step) -> torch.dtype:
+        """What the weights of a linear layer are kept in."""
+        assert step.weights is not None
+        return torch.bfloat16 if self._bfloat16 else narrowest((step.weights, *step.further))
 
     def _reads_bytes(self, step: Step) -> bool:
         return step.x is not None and step.x.key in self._quantised

@@ -11,36 +11,42 @@ from torch import Tensor
 from torch.nn import functional
 
 _ALIGNMENT = 64  # bytes
+_FEW = 4096  # numbers
 
 
 class WeightPacker:
-    """Packs the layers of one program, whose `shapes` are (out, in), in `dtype`: float32 or bfloat16.
+    """Packs the layers of one program, which are (out, in, dtype); where it reads `pairs`, all are of bfloat16.
 
     `panel` is how many columns the library computes at a time, `byte_sum_bits` is that of the library.
     """
 
     def __init__(
-        self, shapes: Sequence[tuple[int, int]], panel: int, dtype: torch.dtype, byte_sum_bits: int = 32
+        self,
+        layers: Sequence[tuple[int, int, torch.dtype]],
+        panel: int,
+        *,
+        pairs: bool = False,
+        byte_sum_bits: int = 32,
     ) -> None:
         self._panel = panel
         self._byte_sum_bits = byte_sum_bits
-        self._dtype = dtype
-        counts = [-(-columns // panel) * panel * inner for columns, inner in shapes]
-        self._memory = _HugePages(sum(_aligned(count * dtype.itemsize) for count in counts))
+        self._pairs = pairs
+        sizes = [-(-columns // panel) * panel * inner * dtype.itemsize for columns, inner, dtype in layers]
+        self._memory = _HugePages(sum(map(_aligned, sizes)))
 
-    def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        """[out, in], in parts → [panels, in, panel], or in bfloat16 [panels, in / 2, panel] of pairs, as one int32;
-        zeros behind the last column.
+    def pack(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """[out, in], in parts → [panels, in, panel], or in pairs [panels, in / 2, panel], each as one int32; zeros
+        behind the last column.
         """
         columns, inner = sum(len(part) for part in parts), parts[0].shape[1]
         panels = -(-columns // self._panel)
-        rows = torch.empty(panels * self._panel, inner, dtype=self._dtype)
+        rows = torch.empty(panels * self._panel, inner, dtype=dtype)
         rows[columns:] = 0
         at = 0
         for part in parts:
             rows[at : at + len(part)] = part
             at += len(part)
-        units = (rows.view(torch.int32) if self._dtype is torch.bfloat16 else rows).view(panels, self._panel, -1)
+        units = (rows.view(torch.int32) if self._pairs else rows).view(panels, self._panel, -1)
         packed = self._memory.take(units.numel(), units.dtype).view(panels, -1, self._panel)
         return packed.copy_(units.permute(0, 2, 1))
 
@@ -69,6 +75,21 @@ class WeightPacker:
         return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).contiguous()
 
 
+def narrowest(parts: Sequence[Tensor]) -> torch.dtype:
+    """bfloat16 or float16 where each number of all `parts` is the same in it, else float32."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(_are_same_in(dtype, part) for part in parts):
+            return dtype
+    return torch.float32
+
+
+def _are_same_in(dtype: torch.dtype, numbers: Tensor) -> bool:
+    if numbers.dtype is dtype:
+        return True
+    few = numbers.flatten()[:_FEW]  # decide for most
+    return all(torch.equal(some.to(dtype).to(some.dtype), some) for some in (few, numbers))
+
+
 def _largest_sums(weights: Tensor) -> Tensor:
     """Of each row the largest sum of the weights of one sign whose products are summed in 16 bits."""
     summed = functional.pad(weights, (0, -weights.shape[1] % 8)).view(len(weights), -1, 2, 2, 2)
@@ -91,8 +112,8 @@ class _HugePages:
             self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """[count] numbers of four bytes each."""
-        size = count * 4
+        """[count] numbers."""
+        size = count * dtype.itemsize
         found = self._bytes[self._taken : self._taken + size].view(dtype)
         self._taken += _aligned(size)
         return found
