@@ -368,6 +368,14 @@ class Unavailable(TryLater, code=Code.BACKEND_UNAVAILABLE):
     """The instance exists but does not serve now."""
 
 
+class Replaced(Unavailable):
+    """The daemon is being replaced, and carries out no more commands; the next one does."""
+
+    def __init__(self) -> None:
+        super().__init__("the daemon is being replaced; send it again")
+        self.try_after(2.0)
+
+
 class Stopped(Unavailable):
     """The instance was stopped by a user: no attempt succeeds until it is started again."""
 

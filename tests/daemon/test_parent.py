@@ -50,6 +50,30 @@ while True:
     signal.pause()
 """
 
+# The successor takes the word and ends, while the first daemon answers a request.
+FOLLOWED = """
+import asyncio, sys
+from teimgr.daemon.parent import leave_pid_1
+from teimgr.daemon.succession import Succession
+successor = (
+    "import json, os, socket; link = socket.socket(fileno=int(os.environ['_TEIMGR_SUCCESSION_FD'])); link.recv(65536);"
+    "link.send(json.dumps({'ready': {}}).encode()); link.recv(100); os._exit(9)"
+)
+leave_pid_1()
+async def main():
+    ready = asyncio.Event()
+    succession = Succession({}, lambda follower: ready.set(), {}, command=[sys.executable, "-c", successor])
+    await succession.begin()
+    await ready.wait()
+    if HAS_ORPHAN:
+        await asyncio.create_subprocess_exec("sh", "-c", "sleep 600 & exit")
+    succession.give_word()
+    while open(f"/proc/{succession._child.pid}/stat").read().split()[2] != "Z":
+        await asyncio.sleep(0.01)
+    return succession.leave(0)
+sys.exit(asyncio.run(main()))
+"""
+
 
 def first(script: str) -> subprocess.Popen[str]:
     """The script as PID 1 of a namespace."""
@@ -86,6 +110,14 @@ def test_the_exit_status_is_that_of_the_daemon(
     started: Callable[[str], subprocess.Popen[str]], end: str, status: int
 ) -> None:
     assert started(EXITS.format(end=end)).wait(30) == status
+
+
+@pytest.mark.parametrize("has_orphan", [False, True])
+def test_the_status_of_a_successor_that_ends_before_its_predecessor(
+    started: Callable[[str], subprocess.Popen[str]], has_orphan: bool
+) -> None:
+    """The first daemon had reaped it, and PID 1 waited for it for ever."""
+    assert started(FOLLOWED.replace("HAS_ORPHAN", str(has_orphan))).wait(60) == 9
 
 
 def test_each_signal_is_passed_on(started: Callable[[str], subprocess.Popen[str]]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,13 @@ import pytest
 
 from teimgr.client import Client
 from teimgr.daemon.parent import LINK
-from teimgr.errors import UpdateFailed
+from teimgr.daemon.succession import Follower, Succession
+from teimgr.errors import Unavailable, UpdateFailed
 from teimgr.spec import State
 from tests.end_to_end.rolling_load import SteadyLoad
-from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, toml
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess, free_ports, toml
 from tests.support.models import build
-from tests.support.polling import until
+from tests.support.polling import eventually, until
 
 LIMIT_S = 120.0
 pytestmark = pytest.mark.slow
@@ -181,11 +185,15 @@ def test_the_command_waits_for_the_next_daemon_and_names_both(daemon: DaemonProc
     assert '"POST", "path": "/daemon/restart"' in daemon.log().replace('method": ', "")
 
 
-def test_one_that_does_not_start_changes_nothing_and_says_why(daemon: DaemonProcess) -> None:
+def test_one_that_does_not_start_changes_nothing_and_says_why(daemon: DaemonProcess, tmp_path: Path) -> None:
     config = daemon.folder / "teimgr.toml"
     good, first = config.read_text(), pid(daemon)
-    with daemon.client() as client:
+    with daemon.client() as client, ExitStack() as stack:
+        taken = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        (tmp_path / "not-a-socket").touch()
         for content, reason in (
+            (good.replace(f"grpc_port = {daemon.grpc_port}", f"grpc_port = {taken}"), f"{taken} already in use"),
+            (f'grpc_socket = "{tmp_path / "not-a-socket"}"\n{good}', "a file that is not a socket is there"),
             (good + "\nno_such_key = 1\n", "no_such_key"),
             (good.replace("state.toml", "other.toml"), "it would not find what this one has started"),
         ):
@@ -199,12 +207,73 @@ def test_one_that_does_not_start_changes_nothing_and_says_why(daemon: DaemonProc
     until(lambda: pid(daemon) == second, "the next daemon", LIMIT_S)
 
 
+def test_one_that_fails_after_the_word_leaves_worker_and_mux_to_the_daemon_after_it(
+    daemon: DaemonProcess, model: Path
+) -> None:
+    """It stopped them on its way out, and the command reported success."""
+    daemon.await_grpc()
+    config, log = daemon.folder / "teimgr.toml", daemon.folder / "daemon.log"
+    good, first, free = config.read_text(), pid(daemon), free_ports(1)[0]
+    with daemon.client() as client, ThreadPoolExecutor(2) as pool:
+        for name in ("a", "held"):
+            client.create(name, str(model), dtype="float32")
+            client.wait_until_running(name, deadline_s=LIMIT_S)
+        before, held = processes(daemon), client.get("held").pid
+        assert held is not None
+        config.write_text(good.replace(f"grpc_port = {daemon.grpc_port}", f"grpc_port = {free}"))
+        os.kill(held, signal.SIGSTOP)  # its deletion takes seconds, which the word waits for
+        pool.submit(client.delete, "held")
+        until(lambda: client.get("held").status is State.STOPPING, "the deletion")
+        command = [sys.executable, "-m", "teimgr", "daemon", "restart", "--url", daemon.api, "--timeout", "30"]
+        restart = pool.submit(subprocess.run, command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        until(lambda: "ready, and takes over" in log.read_text(), "a successor", LIMIT_S)
+        with socket.create_server(("127.0.0.1", free)):
+            done = restart.result(LIMIT_S)
+            until(lambda: not daemon.is_running, "the end of the daemons", LIMIT_S)
+        assert done.returncode != 0, done.stdout
+        assert f"cannot start: Port {free} already in use" in log.read_text()
+        assert not psutil.pid_exists(first)
+        config.write_text(good)
+        daemon.start()
+        client.wait_until_running("a", deadline_s=LIMIT_S)
+    assert processes(daemon) == before
+
+
 def test_a_stop_while_the_next_one_starts_stops_both(daemon: DaemonProcess) -> None:
     assert daemon.process is not None
     os.kill(daemon.process.pid, signal.SIGUSR2)
     until(lambda: "the next daemon is being started" in (daemon.folder / "daemon.log").read_text())
     assert daemon.stop() == 0
     until(lambda: daemon.processes() == [], "the end of all", LIMIT_S)
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+async def test_a_stop_is_kept_also_where_the_next_one_gets_ready_at_that_moment(is_ready: bool) -> None:
+    """It got the word and served on, after a stop that was answered."""
+    successor = """
+import json, os, socket
+link = socket.socket(fileno=int(os.environ["_TEIMGR_SUCCESSION_FD"]))
+link.recv(65536)
+if IS_READY:
+    link.send(json.dumps({"ready": {}}).encode())
+link.recv(100)
+""".replace("IS_READY", str(is_ready))
+    took_over: list[Follower] = []
+    succession = Succession({}, took_over.append, {}, command=[sys.executable, "-c", successor])
+    beginning = asyncio.create_task(succession.begin())
+    await eventually(lambda: succession._control is not None)
+    assert succession._control is not None
+    if is_ready:  # its message is there, and is not read yet
+        select.select([succession._control], [], [], LIMIT_S)
+
+    succession.refuse()
+
+    with pytest.raises(asyncio.CancelledError):
+        await beginning
+    assert took_over == []
+    assert not succession.is_taking_over
+    with pytest.raises(Unavailable):
+        await succession.begin()
 
 
 def test_a_reload_before_the_word_is_the_next_daemons_once_it_serves(daemon: DaemonProcess, model: Path) -> None:

@@ -148,7 +148,7 @@ def restart(
 def _serving(
     server: DaemonOptions, before: Mapping[str, Any], following: Mapping[str, Any], ends: float
 ) -> Mapping[str, Any]:
-    """The daemon that answers, once it is the new one.
+    """The daemon that answers, once it is the new one and has started in full.
 
     Raises:
         UpdateFailed: it is not within the time.
@@ -158,7 +158,7 @@ def _serving(
             found: Mapping[str, Any] = server.connection.rest_client(max(1.0, left)).daemon()
         except Unavailable:  # between the two
             found = before
-        if found["pid"] != before["pid"]:
+        if found["pid"] != before["pid"] and not found.get("is_starting"):
             return found
         time.sleep(_PAUSE_S)
     raise UpdateFailed(

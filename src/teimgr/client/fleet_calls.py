@@ -36,7 +36,7 @@ class FleetCalls(RestCalls):
         return result
 
     async def daemon(self) -> Mapping[str, Any]:
-        """`pid`, `version` and `uptime_secs` of the daemon that answers."""
+        """`pid`, `version` and `uptime_secs` of the daemon that answers, and whether it `is_starting`."""
         found: Mapping[str, Any] = await self._call("GET", "/daemon")
         return found
 

@@ -14,12 +14,14 @@ from teimgr.cluster.bridge import ActorAbsent, ActorExists, ActorLost, AnswerLat
 from teimgr.cluster.head import ClusterHead
 from teimgr.cluster.messages import HeldWorker, exit_from_dict
 from teimgr.control.launch.process_handle import KILL_LIMIT_S, Exit, ExitReport, LaunchFailed
-from teimgr.errors import Code, NoHost
+from teimgr.errors import Code, NoHost, Unavailable
 
 SLOTS = (0, 1)
 """Ends of the names of a replica's two actors: a successor starts beside its predecessor."""
 LOST = (ActorLost, ActorAbsent)
 NO_ANSWER = (AnswerLate, BridgeLost, RayRefused)
+ANSWER_LIMIT_S = 60.0
+"""How long a daemon that starts asks an actor, or Ray for its actors, that do not answer."""
 _DESCRIBE_LIMIT_S = 10.0
 _ASK_LIMIT_S = 5.0
 _ACTIVITY_LIMIT_S = 2.0
@@ -49,9 +51,7 @@ class ActorProcess:
 
     async def stop(self, grace_s: float, *, sigterm: bool = True) -> Exit:
         """As the protocol; an actor that does not answer is killed, and its agent then kills the process."""
-        asking = self._ask("stop", grace_s, sigterm, limit_s=grace_s + KILL_LIMIT_S + _ASK_LIMIT_S)
-        problem = await self._unless_ended(asking)
-        if problem:
+        if problem := await self._unless_ended(self._asked_to_stop(grace_s, sigterm)):
             raise LaunchFailed(problem)
         done, _ = await asyncio.wait({self._exit}, timeout=_ASK_LIMIT_S)
         if not done:
@@ -60,6 +60,20 @@ class ActorProcess:
         if not done:
             raise LaunchFailed(f"the actor of process {self.pid} on host {self.host} does not end")
         return self._exit.result()
+
+    async def _asked_to_stop(self, grace_s: float, sigterm: bool) -> Any:
+        """The answer of `WorkerActor.stop`, over losses of the connection to Ray, which do not shorten the grace."""
+        clock = asyncio.get_running_loop().time
+        ends = clock() + grace_s
+        while True:
+            left_s, was_connected = max(0.0, ends - clock()), self._bridge.connected.is_set()
+            try:
+                return await self._ask("stop", left_s, sigterm, limit_s=left_s + KILL_LIMIT_S + _ASK_LIMIT_S)
+            except NO_ANSWER:
+                if clock() >= ends + KILL_LIMIT_S:
+                    raise
+            sigterm = sigterm and not was_connected  # at a second SIGTERM it would leave its calls
+            await _reconnected(self._bridge, ends + KILL_LIMIT_S)
 
     def send_signal(self, number: signal.Signals) -> None:
         sending = asyncio.create_task(self._unless_ended(self._ask("signal", int(number), limit_s=_ASK_LIMIT_S)))
@@ -190,16 +204,57 @@ async def launch(head: ClusterHead, name: str, host: str, arguments: Sequence[st
         raise
 
 
-async def described(head: ClusterHead, name: str) -> Mapping[str, Any]:
-    """`WorkerActor.describe`; empty where the actor does not answer or has no process yet."""
+async def names(bridge: Bridge, prefix: str, limit_s: float = ANSWER_LIMIT_S) -> list[str]:
+    """The names of the actors there are, asked for until there is an answer.
+
+    Raises:
+        Unavailable: Ray does not answer within the limit.
+    """
     try:
-        answer: Mapping[str, Any] = await head.bridge.call(
-            "ask", name=name, method="describe", arguments=[], limit_s=_DESCRIBE_LIMIT_S
-        )
-    except (*LOST, *NO_ANSWER) as error:
-        log.warning("no answer of a process's actor", extra={"actor": name, "reason": str(error)})
+        found: list[str] = await _answer(bridge, limit_s, "names", prefix=prefix)
+    except NO_ANSWER as error:
+        raise Unavailable(f"the actors of Ray cannot be listed: {error}") from error
+    return found
+
+
+async def described(bridge: Bridge, name: str, limit_s: float = ANSWER_LIMIT_S) -> Mapping[str, Any] | None:
+    """`WorkerActor.describe`; empty where the actor has no process yet, or is lost and its process with it.
+
+    None if it does not answer within the limit: its process may live, and be a healthy one.
+    """
+    asked = {"name": name, "method": "describe", "arguments": [], "limit_s": _DESCRIBE_LIMIT_S}
+    try:
+        answer: Mapping[str, Any] = await _answer(bridge, limit_s, "ask", **asked)
+    except LOST as error:
+        log.warning("a process's actor is lost", extra={"actor": name, "reason": str(error)})
         return {}
+    except NO_ANSWER as error:
+        log.error("no answer of a process's actor, which is left alone", extra={"actor": name, "reason": str(error)})
+        return None
     return answer
+
+
+async def _answer(bridge: Bridge, within_s: float, op: str, **arguments: object) -> Any:
+    """What `Bridge.call` returns, asked again until there is an answer. Raises the last error at the limit."""
+    clock = asyncio.get_running_loop().time
+    ends = clock() + within_s
+    while True:
+        try:
+            return await bridge.call(op, **arguments)
+        except NO_ANSWER as error:
+            if clock() >= ends:
+                raise
+            asked = arguments.get("name", arguments.get("prefix"))
+            log.warning("no answer by Ray yet, asking again", extra={"actor": asked, "reason": str(error)})
+        await _reconnected(bridge, ends)
+
+
+async def _reconnected(bridge: Bridge, limit: float) -> None:
+    """Return when Ray is to be asked again: after a pause, and connected, or at the limit."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout_at(limit):
+            await bridge.connected.wait()
+    await asyncio.sleep(_RETRY_PAUSE_S)
 
 
 async def end(head: ClusterHead, name: str) -> None:

@@ -4,7 +4,8 @@ It serves a unix socket in the run directory, with one JSON object per line. One
 actor is one worker:
 
     in    {"op": "launch", "spec"}        fork a worker
-          {"op": "launch mux", "spec"}    start a mux, which is held as a worker is
+          {"op": "launch mux", "spec"}    start a mux, which is held as a worker is; "launch mux beside" one that
+                                            listens on the same port
           {"op": "claim", "incarnation"}  after a restart of the agent: a worker that was forked before
           {"op": "facts", "fleet"}        answered by {"facts"}, `NodeFacts`; the agent learns `FleetFacts`
           {"op": "hosts"}                 of a worker that needs a model: {"hosts", "models_from"}
@@ -205,8 +206,8 @@ class Agent:
             case {"op": "launch", "spec": str(spec)}:
                 await self._launch(spec, reader, writer)
                 return False
-            case {"op": "launch mux", "spec": str(spec)}:
-                await self._launch_mux(spec, reader, writer)
+            case {"op": "launch mux" | "launch mux beside" as op, "spec": str(spec)}:
+                await self._launch_mux(spec, op == "launch mux beside", reader, writer)
                 return False
             case {"op": "claim", "incarnation": str(incarnation), "pid": int(pid)}:
                 await self._claim(incarnation, pid, reader, writer)
@@ -262,12 +263,14 @@ class Agent:
             return None
         return address_on_host(instance_host, self._head_address, self._link_address)
 
-    async def _launch_mux(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _launch_mux(
+        self, spec: str, beside: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if self._muxes is None:
             write_line(writer, error="this host's muxes are its daemon's own")
             return
         try:
-            mux = self._muxes.launch(spec)
+            mux = self._muxes.launch(spec, beside=beside)
         except (OSError, TeimgrError, ValueError, KeyError, TypeError) as error:
             write_line(writer, error=str(error))
             return

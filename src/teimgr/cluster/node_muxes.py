@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from teimgr.config.mux import MuxConfig
-from teimgr.control.launch.mux_launcher import LocalMux, MuxPaths, MuxRunFile, spawn_mux
+from teimgr.control.launch.mux_launcher import BESIDE, LocalMux, MuxPaths, MuxRunFile, spawn_mux
 from teimgr.control.launch.process_handle import Exit, new_incarnation
 from teimgr.files import write_atomically
 from teimgr.http.server import address_of, bind
@@ -75,8 +75,8 @@ class NodeMuxes:
         self._link_address = link_address
         self._identity_dir = str(identity_dir)
 
-    def launch(self, spec: str) -> NodeMux:
-        """Start a mux of a spec, `mux_spec`.
+    def launch(self, spec: str, *, beside: bool = False) -> NodeMux:
+        """Start a mux of a spec, `mux_spec`; `beside` another one, which has its port.
 
         Raises:
             OSError: it cannot be started.
@@ -98,7 +98,9 @@ class NodeMuxes:
             )
             facts = MuxFacts(name=name, incarnation=incarnation, address=address_of(listener), spec=spec)
             write_atomically(_facts_file(paths), json.dumps(asdict(facts)).encode())
-            process = spawn_mux(paths, config, known_by, self._log_path(name), _LOG_MAX_BYTES, _LOG_KEEP)
+            more = (BESIDE,) if beside else ()
+            log_path = self._log_path(name)
+            process = spawn_mux(paths, config, known_by, log_path, _LOG_MAX_BYTES, _LOG_KEEP, more=more)
         return NodeMux(process, paths, facts)
 
     def find(self) -> list[NodeMux]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from teimgr.cluster.actor_process import LOST, NO_ANSWER, SLOTS, ActorProcess, described, end, launch, place
+from teimgr.cluster.actor_process import LOST, NO_ANSWER, ActorProcess, described, end, launch, names, place
 from teimgr.cluster.bridge import Bridge
 from teimgr.cluster.head import ClusterHead, Member
 from teimgr.cluster.host_facts import own_versions
@@ -29,6 +29,7 @@ from teimgr.control.launch.mux_launcher import MuxHandle, config_hash
 from teimgr.control.launch.nursery_link import FORK_LIMIT_S, IMPORT_LIMIT_S
 from teimgr.control.launch.remote_control import open_control_link, open_mux_link
 from teimgr.control.launch.strays import Stray
+from teimgr.errors import Unavailable
 from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.spec import WorkerEndpoint, WorkerSpec
 from teimgr.wire.fleet_tls import FleetIdentity
@@ -90,11 +91,13 @@ class RayLauncher:
             Unavailable: Ray does not answer in time.
         """
         await self._head.connected()
-        names = await self._head.bridge.call("names", prefix=_PREFIX)
-        found = await asyncio.gather(*(described(self._head, name) for name in names))
+        present = await names(self._head.bridge, _PREFIX)
+        found = await asyncio.gather(*(described(self._head.bridge, name) for name in present))
         alive: list[WorkerHandle] = []
         ended: list[EndedWorker] = []
-        for name, answer in zip(names, found, strict=True):
+        for name, answer in zip(present, found, strict=True):
+            if answer is None:  # the sweep looks again
+                continue
             held = HeldWorker.from_dict(answer["worker"]) if answer else None
             if held is None or answer["exit"] is not None:
                 with suppress(*LOST, *NO_ANSWER):
@@ -209,17 +212,22 @@ class RayMuxLauncher:
         self._spec = mux_spec(f"mux-{number}", config_hash(config), config)
 
     async def adopt(self) -> RayMux | None:
-        """As the protocol. Of two, the younger one is the successor of the other, which is ended."""
+        """As the protocol. Of two, the younger one is the successor of the other, which is ended.
+
+        Raises:
+            Unavailable: Ray or an actor does not answer.
+        """
         await self._head.connected()
-        names = [f"{self._replica}/{slot}" for slot in SLOTS]
-        present = await self._head.bridge.call("names", prefix=self._replica + "/")
+        present = await names(self._head.bridge, self._replica + "/")
         found: list[RayMux] = []
-        for name in names:
-            answer = await described(self._head, name) if name in present else {}
+        for name in present:
+            answer = await described(self._head.bridge, name)
+            if answer is None:
+                raise Unavailable(f"the actor {name!r} does not answer")
             if answer and answer["exit"] is None:
                 held = HeldWorker.from_dict(answer["worker"])
                 found.append(self._mux(name, held, is_current=held.spec == self._spec))
-            elif name in present:
+            else:
                 with suppress(*LOST, *NO_ANSWER):
                     await end(self._head, name)
         found.sort(key=lambda each: each.started_at)
@@ -229,11 +237,9 @@ class RayMuxLauncher:
 
     async def launch(self, *, beside: bool = False) -> RayMux:
         name = await place(self._head, self._replica, self.host, self._placement_limit_s)
-        held = await launch(self._head, name, self.host, [self._spec, "launch mux"], _LAUNCH_LIMIT_S)
+        op = "launch mux beside" if beside else "launch mux"
+        held = await launch(self._head, name, self.host, [self._spec, op], _LAUNCH_LIMIT_S)
         return self._mux(name, held, is_current=True)
-
-    def may_overlap(self) -> bool:
-        return False  # the actor of the present one has the name
 
     def record(self, mux: MuxHandle) -> None:
         """The actors are the record."""

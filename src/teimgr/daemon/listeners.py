@@ -1,15 +1,18 @@
-"""The daemon's listening sockets of REST, which it binds or takes over from the daemon before it."""
+"""The daemon's listening sockets of REST, which it binds or takes over from the daemon before it; a try of its other
+ports.
+"""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from teimgr.config.settings import Settings
 from teimgr.http.server import bind
-from teimgr.http.unix_listener import UnixListener, bind_unix
+from teimgr.http.unix_listener import UnixListener, bind_unix, check_free
 
 TakeOver = Callable[[str], socket.socket | None]
 """The socket of this name that a predecessor listens on, or None."""
@@ -61,3 +64,36 @@ def open_listeners(settings: Settings, take_over: TakeOver = lambda name: None) 
             open_.callback(unix.close)
             by_name[name] = unix.sock
         yield Listeners(rest, health, more, unix, by_name)
+
+
+def other_ports(settings: Settings) -> dict[str, str]:
+    """Where muxes and enrolment listen, by the keys."""
+    found = {}
+    if settings.grpc_enabled:
+        found["grpc_port"] = str(settings.grpc_port)
+        if settings.grpc_socket is not None:
+            found["grpc_socket"] = str(settings.grpc_socket.absolute())
+    if settings.cluster.address:
+        found["cluster.enrolment_port"] = str(settings.cluster.enrolment)
+    return found
+
+
+def try_other_ports(settings: Settings, before: Mapping[str, str] | None) -> None:
+    """Bind for a moment what muxes and enrolment will listen on, while the daemon before this one still serves.
+
+    `before` are its `other_ports`, None if they are not known: then the gRPC port may be that of its muxes, which live
+    on if it was killed, and share it.
+
+    Raises:
+        PortConflict, InvalidConfig: a port cannot be bound.
+    """
+    wanted = other_ports(settings)
+    if (port := wanted.get("grpc_port")) is not None:
+        is_shared = before is None or before.get("grpc_port") == port
+        bind(settings.grpc_host, int(port), "grpc_port", is_shared=is_shared).close()
+    if before is None:
+        return
+    if (path := wanted.get("grpc_socket")) is not None and path != before.get("grpc_socket"):
+        check_free(Path(path), "grpc_socket")
+    if (port := wanted.get("cluster.enrolment_port")) is not None and port != before.get("cluster.enrolment_port"):
+        bind(settings.cluster.host, int(port), "cluster.enrolment_port").close()

@@ -73,12 +73,14 @@ def _stay(child: int, link: socket.socket) -> NoReturn:
     """Serve as the parent of `child`, and of each successor that it names over `link`; exit with its status."""
     link.setblocking(False)
     number: int = signal.SIGCHLD  # whose signal may have come before it was blocked
+    daemons: dict[int, int | None] = {child: None}  # the last one serves; with the exit statuses of those reaped here
     while True:
-        child = _successor(link) or child
+        if successor := _successor(link):
+            daemons[successor] = None
         if number != signal.SIGCHLD:
             with suppress(ProcessLookupError):  # a successor that is gone, whose predecessor has not exited yet
-                os.kill(child, number)  # else not reaped yet, so the pid is its own
-        elif (status := _reap(child)) is not None:
+                os.kill([*daemons][-1], number)  # else not reaped yet, so the pid is its own
+        elif (status := _reap(daemons)) is not None:
             os._exit(status if status >= 0 else 128 - status)
         number = signal.sigwait(_AWAITED)
 
@@ -91,18 +93,26 @@ def _successor(link: socket.socket) -> int | None:
         return None
 
 
-def _reap(child: int) -> int | None:
-    """Reap everything that has ended; the exit status of `child` if it is among them, negative for a signal."""
-    found = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found
-        if pid == 0:
-            return found
-        if pid == child:
-            found = os.waitstatus_to_exitcode(status)
+def _reap(daemons: dict[int, int | None]) -> int | None:
+    """Reap everything that has ended; the exit status of the daemons once none is left, negative for a signal.
+
+    It is that of the last one. Where its predecessor has reaped it, which so exits with its status, it is that one's.
+    """
+    with suppress(ChildProcessError):  # none is left
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] in daemons:
+                daemons[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    if (status := [*daemons.values()][-1]) is not None:
+        return status
+    statuses = [each for each in daemons.values() if each is not None]
+    return statuses[-1] if statuses and not any(_lives(pid) for pid, each in daemons.items() if each is None) else None
+
+
+def _lives(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
 
 
 def _main(child: str, descriptor: str) -> NoReturn:

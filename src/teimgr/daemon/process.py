@@ -50,7 +50,7 @@ from teimgr.control.supervision.store import Store
 from teimgr.control.supervision.worker_run import FleetProber
 from teimgr.daemon.config_watch import ConfigWatch
 from teimgr.daemon.disk_watch import DiskWatch
-from teimgr.daemon.listeners import Listeners, open_listeners
+from teimgr.daemon.listeners import Listeners, open_listeners, other_ports, try_other_ports
 from teimgr.daemon.parent import block_signals
 from teimgr.daemon.succession import Follower, Predecessor, Succession
 from teimgr.daemon.systemd import Notifier
@@ -112,7 +112,6 @@ class Daemon:
     def __init__(self, configuration: Configuration, source: Source, predecessor: Predecessor | None = None) -> None:
         self.settings = settings = configuration.settings
         self.stopping = asyncio.Event()
-        self._serves = asyncio.Event()
         self._is_forced = self._reload_waits = False
         self._preflight: asyncio.Task[None] | None = None
         self._stop_began: float | None = None
@@ -150,7 +149,8 @@ class Daemon:
         self.cluster = open_cluster(settings, local, gpus, self.directory, leaving)
         if self.cluster is not None:
             self.launcher, self.inventory = self.cluster.launcher, self.cluster.inventory
-        self.preflight = Preflight(settings.gpu_preflight, gpus, local.nursery.build)
+        # After the word a card that cannot be used is an alarm: the workers on the others serve.
+        self.preflight = Preflight("warn" if self.predecessor else settings.gpu_preflight, gpus, local.nursery.build)
         self.manager = Manager(
             settings,
             self.launcher,
@@ -276,7 +276,8 @@ class Daemon:
         self._keep_log()
         take = self.predecessor.take if self.predecessor else lambda name: None
         with open_listeners(self.settings, take) as listeners:
-            self.succession.offer(lambda: {**listeners.by_name, **self._forwarded_ports()})
+            try_other_ports(self.settings, self.predecessor.ports if self.predecessor else None)
+            self.succession.offer(lambda: {**listeners.by_name, **self._forwarded_ports()}, other_ports(self.settings))
             await self._await_turn(listeners)
             self.succession.watch_parent()
             async with self._health_port(listeners.health) as health:
@@ -319,7 +320,7 @@ class Daemon:
                     renewing = asyncio.create_task(self._renew(), name="processes of another version")
                     log.info("daemon ready", extra={"version": __version__, **self._addresses()})
                     async with self.notifier.serving(f"{len(self.manager.list())} instances"):
-                        self._serves.set()
+                        self.succession.serving.set()
                         await self.stopping.wait()
                     self._end_within(self.settings.graceful_shutdown_timeout_secs + _END_LIMIT_S)
                     if self.succession.is_taking_over:
@@ -441,6 +442,12 @@ class Daemon:
         yield
         if not self.succession.is_taking_over:
             return
+        await self._release()
+        if (pid := self.succession.give_word()) is not None:
+            log.info("the next daemon has taken over", extra={"successor": pid})
+
+    async def _release(self) -> None:
+        """Give up the state file and the run directory; workers and muxes serve on, for the next daemon."""
         await self.registry.close()
         if self.batches is not None:
             await asyncio.to_thread(self.batches.close)
@@ -448,8 +455,6 @@ class Daemon:
         await (self.launcher.close() if self.cluster is None else self.cluster.launcher.release())
         self.tenants.close()
         await self.scaling_figures.close()
-        if (pid := self.succession.give_word()) is not None:
-            log.info("the next daemon has taken over", extra={"successor": pid})
 
     def _places(self) -> dict[str, object]:
         """The absolute paths of this daemon's files and folders, for the first line of its log."""
@@ -460,7 +465,8 @@ class Daemon:
     async def _stop(self) -> None:
         """After REST is closed: end the muxes, then the workers, then the rest. Calls have one grace for all phases.
 
-        If a successor has taken over, it owns muxes and workers.
+        If a successor has taken over, it owns muxes and workers. They also serve on if this daemon is a successor whose
+        start failed: the next one adopts them.
         """
         await self.succession.cancel()
         grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
@@ -471,6 +477,12 @@ class Daemon:
                 await self.cluster.forwarding.finished(ends - clock())
             await self.gateway.close()
             await self.scraper.close()
+            await asyncio.to_thread(self.telemetry.close)
+            return
+        if self.predecessor is not None and not self.succession.serving.is_set() and not self.stopping.is_set():
+            await self.gateway.close()
+            await self.scraper.close()
+            await self._release()
             await asyncio.to_thread(self.telemetry.close)
             return
         log.info("stopping", extra={"grace_s": grace_s})
@@ -589,16 +601,18 @@ class Daemon:
         if self.stopping.is_set() and not self._is_forced:
             self._is_forced = True
             run(self._force_stop())
+        self.succession.refuse()  # else one that gets ready while this daemon ends would serve on after the stop
         self.stopping.set()
 
     async def _reload_by_signal(self, has_terminal: bool) -> None:
         if has_terminal and not os.isatty(0):
+            self.succession.refuse()
             self.stopping.set()
             return
         if self._reload_waits:
             return
         self._reload_waits = True
-        await self._serves.wait()
+        await self.succession.serving.wait()
         self._reload_waits = False
         if self.stopping.is_set():
             return

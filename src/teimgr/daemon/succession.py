@@ -67,7 +67,10 @@ class Predecessor:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         content, descriptors, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, _MAX_DESCRIPTORS)
-        names: list[str] = json.loads(content)["sockets"] if content else []
+        message: dict[str, Any] = json.loads(content) if content else {}
+        names: list[str] = message.get("sockets", [])
+        self.ports: Mapping[str, str] | None = message.get("ports")
+        """Where other processes or parts of it listen, by their keys; None of one that tells none."""
         self._sockets: dict[str, socket.socket] = dict(
             zip(names, [socket.socket(fileno=each) for each in descriptors], strict=False)
         )
@@ -172,6 +175,7 @@ class Succession:
         limit_s: float = READY_LIMIT_S,
     ) -> None:
         self._sockets: Callable[[], Mapping[str, socket.socket]] = dict
+        self._ports: Mapping[str, str] = {}
         self._facts = dict(facts)
         self._take_over = take_over
         self._environ = dict(environ)
@@ -186,6 +190,8 @@ class Succession:
         self._preparing: asyncio.Task[Follower] | None = None
         self._may_begin = True
         self._owes_reload = False
+        self.serving = asyncio.Event()
+        """Set when this daemon has started in full: no port and no file is refused it any more."""
         self.is_taking_over = False
         """Whether a successor is ready, to which this daemon leaves everything."""
         self.has_given_word = False
@@ -197,9 +203,9 @@ class Succession:
         """Whether a supervisor is to learn the new pid, as no parent keeps the former one."""
         return bool(self._environ) and self._parent is None
 
-    def offer(self, sockets: Callable[[], Mapping[str, socket.socket]]) -> None:
-        """Give a successor the listening sockets that there are at its start, by name."""
-        self._sockets = sockets
+    def offer(self, sockets: Callable[[], Mapping[str, socket.socket]], ports: Mapping[str, str]) -> None:
+        """Give a successor the listening sockets that there are at its start, by name, and tell it of other `ports`."""
+        self._sockets, self._ports = sockets, ports
 
     def alarms(self) -> list[str]:
         return [self._failure] if self._failure else []
@@ -235,14 +241,17 @@ class Succession:
             self._failure = f"the last restart of the daemon failed, and this one serves on: {error}"
             log.error("restart failed", extra={"reason": str(error)})
             return
-        self.is_taking_over, self._may_begin = True, False
-        self._take_over(preparing.result())
 
-    async def cancel(self) -> None:
-        """Begin none any more, and end one that is not ready."""
+    def refuse(self) -> None:
+        """Begin none any more, and end one that is not ready: this daemon stops."""
         self._may_begin = False
         if self._preparing is not None:
             self._preparing.cancel()
+
+    async def cancel(self) -> None:
+        """Like `refuse`; returns when it has ended."""
+        self.refuse()
+        if self._preparing is not None:
             await asyncio.wait({self._preparing})
 
     async def _prepare(self) -> Follower:
@@ -260,6 +269,8 @@ class Succession:
             raise
         facts = {"successor": follower.pid, "successor_version": follower.version, "by": ORDERED_BY.get()}
         log.info("the next daemon is ready, and takes over", extra=facts)
+        self.is_taking_over, self._may_begin = True, False  # in this step of the task: it cannot be refused any more
+        self._take_over(follower)
         return follower
 
     def _start(self) -> None:
@@ -280,7 +291,7 @@ class Succession:
                 passed.append(link.fileno())
             ends = {str(name): sock for name, sock in self._queue.ends.items()}
             sockets = dict(islice({**ends, **self._sockets()}.items(), _MAX_DESCRIPTORS))
-            message = json.dumps({"sockets": [*sockets]}).encode()
+            message = json.dumps({"sockets": [*sockets], "ports": dict(self._ports)}).encode()
             socket.send_fds(self._control, [message], [each.fileno() for each in sockets.values()])
             # In a new session: a Ctrl-C in the terminal would else reach it twice.
             self._child = subprocess.Popen(self._command, env=environ, pass_fds=passed, start_new_session=True)

@@ -14,7 +14,7 @@ from tests.api.batches.conftest import OWNER, Desk
 
 from teimgr.api.batches import disk
 from teimgr.api.batches.files import DAY_S, MIB
-from teimgr.errors import ObjectNotFound, Overloaded, QuotaExceeded, StorageFull, TooLarge
+from teimgr.errors import ObjectNotFound, Overloaded, QuotaExceeded, Replaced, StorageFull, TooLarge
 
 
 @pytest.fixture
@@ -113,5 +113,18 @@ async def test_a_full_disk_is_an_error_of_its_own(store: Desk, monkeypatch: pyte
     monkeypatch.setattr(disk.os, "pwrite", full)
     with pytest.raises(StorageFull, match="No space left"):
         await store.store(b"x")
+    assert list(folder(store).iterdir()) == []
+    assert store.batches.files.stored_bytes == 0
+
+
+async def test_an_upload_at_a_handover_is_refused_as_one_to_be_repeated(store: Desk) -> None:
+    """It ended in 500, with "cannot schedule new futures after shutdown"."""
+    async with store.batches.files.upload(OWNER) as file:
+        await file.write(bytes(MIB))
+        store.batches.close()
+        with pytest.raises(Replaced):
+            await file.commit("a.jsonl", "batch", None)
+    await store.start(at_work=False)
+
     assert list(folder(store).iterdir()) == []
     assert store.batches.files.stored_bytes == 0

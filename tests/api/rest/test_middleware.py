@@ -6,9 +6,10 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -825,3 +826,49 @@ async def test_behind_nginx_every_link_leads_somewhere(settings: Settings, tmp_p
                     headers = {"Origin": origin}
                     async with outside.delete(f"{url}{PREFIX}/instances/a", headers=headers) as reply:
                         assert reply.status == status
+
+
+class Leaving:
+    """The succession of a daemon; once it is taking over, this one accepts no commands."""
+
+    is_taking_over = False
+
+
+async def test_a_daemon_that_is_being_replaced_refuses_commands_also_where_their_body_came_late(
+    settings: Settings,
+) -> None:
+    """They were answered 200 or 201, after the next daemon had read the state, and so lost: a revocation among them."""
+    leaving, behind = Leaving(), Anything()
+    batches = SimpleNamespace(files=SimpleNamespace(upload=lambda owner: nullcontext(behind)))
+    parts = {"restarter": leaving, "batches": batches, "enrolment": behind, "reloader": behind}
+    late = {
+        "/hosts/tokens": "application/json",
+        "/instances": "application/json",
+        "/v1/files": "multipart/form-data; boundary=xyz",
+    }
+    async with (
+        listening(settings, lambda fleet, metrics: behind, lambda fleet: parts) as front,
+        aiohttp.ClientSession(front.url) as http,
+    ):
+        begun = []
+        for path, kind in late.items():
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(front.url.rpartition(":")[2]))
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: {kind}\r\n"
+            writer.write(f"{head}content-length: 2\r\n\r\n{{".encode())
+            begun.append((reader, writer))
+        async with http.get("/instances"):  # after it the heads above are read too
+            pass
+        leaving.is_taking_over = True
+        for reader, writer in begun:
+            writer.write(b"}")
+            reply = await reader.read()
+            assert reply.startswith(b"HTTP/1.1 503 "), reply
+            assert b"retry-after: 2\r\n" in reply.lower()
+            assert b"is being replaced" in reply
+            writer.close()
+        for verb, path in (("DELETE", "/hosts/two"), ("DELETE", "/models/a/b"), ("POST", "/config/reload")):
+            async with http.request(verb, path) as answer:
+                assert (answer.status, answer.headers["retry-after"]) == (503, "2"), path
+        async with http.get("/instances") as read:
+            assert read.status == 200
+    assert front.fleet.list() == []

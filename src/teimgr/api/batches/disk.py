@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from teimgr.errors import StorageFull
+from teimgr.errors import Replaced, StorageFull
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 _THREADS = 3
@@ -26,14 +26,18 @@ class Disk:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "batch files")
+        self._is_closed = False
 
     async def run(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """The result of `work(*arguments)`. Work that has begun ends, also where its caller is cancelled.
 
         Raises:
             StorageFull: the disk, or this user's quota of it, has no room.
+            Replaced: the folder is the next daemon's now.
             OSError: another failure of the disk.
         """
+        if self._is_closed:
+            raise Replaced
         working = asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *arguments))
         try:
             return await asyncio.shield(working)
@@ -42,6 +46,8 @@ class Disk:
             await asyncio.wait({working})
             if not working.cancelled():
                 working.exception()  # retrieved
+            elif (task := asyncio.current_task()) is not None and not task.cancelling():  # by `close`
+                raise Replaced from None
             raise
         except OSError as error:
             if error.errno in _NO_ROOM:
@@ -50,6 +56,7 @@ class Disk:
 
     def close(self) -> None:
         """Wait for the work that has begun; later work is refused."""
+        self._is_closed = True
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 

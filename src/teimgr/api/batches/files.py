@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ import orjson
 
 from teimgr.api.batches.disk import FILE_MODE, Disk, append_at, make_private_folder
 from teimgr.config.batches import BatchSettings
-from teimgr.errors import ObjectNotFound, Overloaded, QuotaExceeded, TooLarge
+from teimgr.errors import ObjectNotFound, Overloaded, QuotaExceeded, Replaced, TooLarge
 from teimgr.files import write_atomically
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
@@ -222,7 +223,8 @@ class Upload:
         self._store.upload_ended(self._owner)
         if not self._is_committed:
             self._store.release(self._owner, self.size)
-            await self._store.disk.run(self._store.remove_data, self.id)
+            with suppress(Replaced):  # the next daemon removes what is not committed
+                await self._store.disk.run(self._store.remove_data, self.id)
 
     async def write(self, data: bytes) -> None:
         """Append `data`.

@@ -38,7 +38,7 @@ from teimgr.api.gateway.routes import (
     paths,
 )
 from teimgr.config.settings import Settings
-from teimgr.errors import Forbidden
+from teimgr.errors import Forbidden, Replaced
 from teimgr.http.auth.policy import (
     ANONYMOUS,
     CERTIFICATE,
@@ -231,7 +231,7 @@ class Access:
     Where no API key is required, web pages of other origins get nothing but the public routes: a browser sends its
     user's certificate, or uses its user's place in the network, for every page, and what is not public holds data of
     callers or operators. A key is sent by none but a page that has it. A session cookie (`sessions`) stands for a key
-    in requests of our own page alone.
+    in requests of our own page alone. Once the daemon `is_left` to its successor, it accepts no commands.
     """
 
     def __init__(
@@ -240,8 +240,10 @@ class Access:
         settings: Callable[[], Settings],
         routes: Sequence[BaseRoute],
         sessions: Sessions | None = None,
+        is_left: Callable[[], bool] = lambda: False,
     ) -> None:
         self.policy = policy
+        self._is_left = is_left
         self._settings = settings
         self._permissions = RoutePermissions(routes)
         self._sessions = sessions
@@ -264,6 +266,16 @@ class Access:
     def route(self, method: str, path: str) -> MatchedRoute:
         """What a request requires under the policy in force."""
         return self._permissions.of(method, path, self.policy.now)
+
+    def check_command(self, scope: Scope) -> None:
+        """Whether this daemon may still carry a request out that may change something.
+
+        Raises:
+            Replaced: its successor would not have the change: its state is read once, or has been already.
+        """
+        rights = self.route(scope["method"], scope["path"]).permission.rights
+        if self._is_left() and rights and Right.READ not in rights:  # a lookup by POST requires either right
+            raise Replaced
 
     def check(self, scope: Scope, headers: Mapping[bytes, bytes], route: MatchedRoute | None = None) -> Caller:
         """The caller of a request that is served; `headers` has the first of several values.

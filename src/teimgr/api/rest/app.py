@@ -189,7 +189,13 @@ def create_app(
         app.router.routes.extend(page.routes)
     error_answers.install(app)
     app.state.policy = policy or PolicyInForce(policy_of(settings.auth))
-    access = Access(app.state.policy, lambda: app.state.settings, app.router.routes, page and page.sessions)
+    access = Access(
+        app.state.policy,
+        lambda: app.state.settings,
+        app.router.routes,
+        page and page.sessions,
+        lambda: restarter is not None and restarter.is_taking_over,
+    )
     proxies = TrustedProxies(lambda: app.state.settings)
     _add_middleware(app, access, proxies, page, telemetry)
     if gateway is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from typing import Annotated, Any, Protocol
@@ -35,16 +36,26 @@ class Follower(Protocol):
 class Restarter(Protocol):
     """Starts the successor of this daemon."""
 
+    @property
+    def serving(self) -> asyncio.Event: ...
+
+    @property
+    def is_taking_over(self) -> bool: ...
+
     async def begin(self) -> Follower:
         """Return when it is ready. Raises TeimgrError: it does not start, and this daemon serves on."""
 
 
 class DaemonProcess(BaseModel):
-    """A daemon's process; `uptime_secs` is missing of one that is about to take over."""
+    """A daemon's process; `uptime_secs` is missing of one that is about to take over.
+
+    `is_starting` until it has adopted what an earlier daemon left: where that fails, it ends.
+    """
 
     pid: int
     version: str
     uptime_secs: int | None = None
+    is_starting: bool | None = None
 
 
 _began = time.monotonic()
@@ -53,7 +64,9 @@ _began = time.monotonic()
 @router.get("/daemon", response_model=DaemonProcess)
 async def daemon(request: Request) -> Response:
     """The process and version that answers; it is another one after a restart."""
-    return answer({"pid": os.getpid(), "version": __version__, "uptime_secs": int(time.monotonic() - _began)})
+    restarter: Restarter = request.app.state.restarter
+    found = {"pid": os.getpid(), "version": __version__, "uptime_secs": int(time.monotonic() - _began)}
+    return answer(found | {"is_starting": not restarter.serving.is_set()})
 
 
 @router.post("/daemon/restart", response_model=DaemonProcess, responses=_WRONG)

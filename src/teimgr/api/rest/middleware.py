@@ -20,9 +20,17 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from teimgr.api.gateway.model_cards import COHERE_CHECKS
 from teimgr.api.gateway.routes import INFO, dialect_of
 from teimgr.api.rest.access import MAX_PATH_BYTES, READS, Access
-from teimgr.api.rest.error_answers import VERBS, error_response
+from teimgr.api.rest.error_answers import VERBS, error_response, in_dialect
 from teimgr.config.settings import Settings
-from teimgr.errors import Forbidden, InvalidConfig, InvalidInstanceName, TeimgrError, Unauthenticated, ValidationError
+from teimgr.errors import (
+    Forbidden,
+    InvalidConfig,
+    InvalidInstanceName,
+    Replaced,
+    TeimgrError,
+    Unauthenticated,
+    ValidationError,
+)
 from teimgr.http.auth.policy import CALLER
 from teimgr.http.bodies import PATH_PREFIX
 from teimgr.observability import catalogue
@@ -211,9 +219,18 @@ class Authentication:
                 status = message["status"]
             await send(message)
 
+        async def checked_receive() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":  # its body may have taken until the daemon was replaced
+                self._access.check_command(scope)
+            return message
+
         with ordered_by(by):
             try:
-                await self._app(scope, receive, noting_status)
+                self._access.check_command(scope)
+                await self._app(scope, checked_receive, noting_status)
+            except Replaced as error:
+                await in_dialect(scope["path"], error)(scope, receive, noting_status)
             finally:
                 facts = {"method": scope["method"], "path": scope["path"][:_PATH_CHARS], "status": status, "by": by}
                 audit.info("change", extra=facts)

@@ -21,10 +21,9 @@ from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import MuxLink, MuxLost
 from teimgr.control.launch.process_handle import Exit, ProcessHandle, RunFile
-from teimgr.errors import InvalidConfig, TeimgrError
+from teimgr.errors import InvalidConfig
 from teimgr.files import code_id, file_size, write_atomically
 from teimgr.http.auth.tls_files import Stamp, TlsFiles
-from teimgr.http.server import bind
 from teimgr.observability.logs import LogSpan, open_log
 from teimgr.observability.telemetry import exporting
 from teimgr.wire.fleet_tls import FleetIdentity
@@ -32,7 +31,7 @@ from teimgr.wire.fleet_tls import FleetIdentity
 log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "teimgr.mux.process")
-_BESIDE = "beside"  # as `mux/process.py` has it
+BESIDE = "beside"  # as `mux/process.py` has it
 # glibc gives every buffer of some megabytes back to the kernel and faults it in again: raised thresholds make Arrow
 # calls of 10,000 texts 2.5 to 3.5 times as fast through a mux (DESIGN.md, decisions).
 _MALLOC = {
@@ -91,9 +90,6 @@ class MuxLauncher(Protocol):
         Raises:
             OSError, LaunchFailed, TeimgrError: it could not be started.
         """
-
-    def may_overlap(self) -> bool:
-        """Whether a second mux can listen beside the present one."""
 
     def record(self, mux: MuxHandle) -> None:
         """Have the next daemon find this one, and replace it."""
@@ -201,15 +197,8 @@ class LocalMuxLauncher:
         return LocalMux(found.pid, pidfd, None, socket, self.log_path, 0, started_at, is_current)
 
     async def launch(self, *, beside: bool = False) -> LocalMux:
-        known_by, more = config_hash(self.config), (_BESIDE,) if beside else ()
+        known_by, more = config_hash(self.config), (BESIDE,) if beside else ()
         return spawn_mux(self._paths, self.config, known_by, self.log_path, *self._rotation, self._command, more)
-
-    def may_overlap(self) -> bool:
-        try:
-            bind(self.config.host, self.config.port, is_shared=True).close()
-        except TeimgrError:  # one of another user, or of a version that did not share its port
-            return False
-        return True
 
     def record(self, mux: MuxHandle) -> None:
         if (run_file := MuxRunFile.of(mux.pid, config_hash="")) is not None:

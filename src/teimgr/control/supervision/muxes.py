@@ -125,8 +125,7 @@ class MuxSupervisor(LifecycleTask):
         return self.alarm or ("serving" if self._is_fed else "starting")
 
     async def adopt(self) -> bool:
-        """Take over the live mux of an earlier daemon; one of another version or configuration is replaced, where the
-        next one can listen beside it without a gap.
+        """Take over the live mux of an earlier daemon; `run` replaces one of another version or configuration.
 
         Raises:
             Unavailable: it cannot be looked for now, as for lack of descriptors; the mux serves on.
@@ -137,14 +136,10 @@ class MuxSupervisor(LifecycleTask):
             raise Unavailable(f"the mux of an earlier daemon cannot be looked for: {error}") from error
         if self._process is None:
             return False
-        facts = {"mux": self.name, "pid": self._process.pid}
-        if self._process.is_current or self.launcher.may_overlap():
-            log.info("adopted a running mux", extra=facts | {"is_current": self._process.is_current})
-            self._set_routes(0)
-            return True
-        log.info("replacing a mux of another version or configuration", extra=facts)
-        await self.stop(grace_s=1)
-        return False
+        facts = {"mux": self.name, "pid": self._process.pid, "is_current": self._process.is_current}
+        log.info("adopted a running mux", extra=facts)
+        self._set_routes(0)
+        return True
 
     async def run(self) -> None:
         """Keep a live mux that has the latest snapshot, until cancelled."""
@@ -530,6 +525,8 @@ class Muxes:
             PortConflict: another program listens on the gRPC port or on `grpc_socket`.
             InvalidConfig: nothing can listen on them.
         """
+        if self._supervisors:  # first: those that serve now share their port, and go on where another program has it
+            bind(self._settings.grpc_host, self._settings.grpc_port, "grpc_port", is_shared=True).close()
         await self._end_surplus()
         adopted = [await each.adopt() for each in self._supervisors]
         if self._supervisors and not any(adopted):  # beside an adopted mux the others can bind the same port
