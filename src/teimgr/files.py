@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -15,6 +16,8 @@ from teimgr import __version__
 from teimgr.errors import InvalidConfig
 
 # What `getpass.getuser` reads before it looks for the user's entry.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk, or of this user's quota of it."""
 _USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")
 
 

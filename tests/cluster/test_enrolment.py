@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from teimgr.cluster.enrolment import MAX_TOKENS, Enrolment, JoinToken, TokenRecord
+from teimgr.cluster import enrolment as module
+from teimgr.cluster.enrolment import MAX_TOKENS, RENEWALS_NOTED_S, Enrolment, JoinToken, TokenRecord
 from teimgr.errors import Forbidden, InvalidConfig, Unauthenticated, ValidationError
 
 NOW = 1_000_000.0
@@ -140,6 +144,74 @@ def test_the_number_of_tokens_is_bounded_and_expired_ones_make_room(tmp_path: Pa
         enrolment.create_token("f" * 64)
     clock.now += 60
     enrolment.create_token("f" * 64)
+
+
+def test_tokens_that_were_used_do_not_count_as_waiting(
+    enrolment: Enrolment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 256 hosts none more could join for as long as the tokens of those would have lived."""
+    monkeypatch.setattr(module, "MAX_TOKENS", 4)
+    for number in range(10):
+        enrolment.redeem(enrolment.create_token("f" * 64, life_s=86_400), f"n{number}")
+
+    assert len(json.loads((tmp_path / "enrolment.json").read_text())["tokens"]) == 4
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """A block in which the disk refuses to write, with an OSError that leaves the block."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        with monkeypatch.context() as refusing:
+            refusing.setattr(module, "write_atomically", refuse)
+            with pytest.raises(OSError, match="No space"):
+                yield
+
+    return full
+
+
+def test_a_removal_that_the_disk_refuses_is_not_made_and_may_be_repeated(
+    enrolment: Enrolment, tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """The second one was answered "not in the fleet", and the certificate counted on."""
+    enrolment.redeem(enrolment.create_token("f" * 64), "a")
+    with full_disk():
+        enrolment.remove("a")
+    assert enrolment.has("a")
+    assert not enrolment.removed
+
+    assert enrolment.remove("a")
+    assert not Enrolment(tmp_path / "enrolment.json").has("a")
+
+
+def test_a_token_is_not_used_up_by_a_join_that_the_disk_refuses(
+    enrolment: Enrolment, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    with full_disk():
+        enrolment.create_token("f" * 64)
+    token = enrolment.create_token("f" * 64)
+    with full_disk():
+        enrolment.redeem(token, "a")
+    assert not enrolment.has("a")
+
+    enrolment.redeem(token, "a")
+
+
+def test_renewals_in_a_row_write_nothing(
+    enrolment: Enrolment, clock: Clock, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Each one synced the file, on the daemon's event loop."""
+    enrolment.redeem(enrolment.create_token("f" * 64), "a")
+    clock.now += RENEWALS_NOTED_S
+    enrolment.renew("a", NOW)
+    with full_disk():
+        enrolment.renew("a", NOW)
+        enrolment.create_token("f" * 64)
+    assert enrolment.nodes[0].renewed_at == clock.now
 
 
 def test_a_broken_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import ssl
@@ -14,15 +15,16 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from teimgr.cluster import node_identity
+from teimgr.cluster import enrolment_server, node_identity
 from teimgr.cluster.authority import FleetAuthority, new_request, utc_now
 from teimgr.cluster.enrolment_server import EnrolmentServer
 from teimgr.cluster.messages import Versions
 from teimgr.cluster.node_identity import renew, seconds_to_renewal
-from teimgr.errors import Forbidden, InvalidConfig, Unauthenticated, Unavailable
+from teimgr.errors import Forbidden, InvalidConfig, StorageFull, Unauthenticated, Unavailable
 from teimgr.wire.fleet_tls import (
     CLOCKS_APART_S,
     DAEMON,
+    REMOVED_FILE,
     FleetIdentity,
     FleetName,
     Peer,
@@ -55,7 +57,7 @@ async def server(tmp_path: Path) -> AsyncIterator[EnrolmentServer]:
 
 
 async def joined(server: EnrolmentServer, folder: Path, node: str = "gpu-1") -> FleetIdentity:
-    await join(*server.address, server.join_token(None, 60), node, folder)
+    await join(*server.address, await server.join_token(None, 60), node, folder)
     return FleetIdentity(folder, node)
 
 
@@ -86,7 +88,7 @@ async def test_a_node_joins_and_its_certificate_names_it(server: EnrolmentServer
 async def test_other_versions_are_refused_by_name_and_leave_the_token_unused(
     server: EnrolmentServer, tmp_path: Path
 ) -> None:
-    token, identity = server.join_token(None, 60), FleetIdentity(tmp_path / "a", "a")
+    token, identity = await server.join_token(None, 60), FleetIdentity(tmp_path / "a", "a")
     older = replace(VERSIONS, ray="2.59.0")
 
     with pytest.raises(InvalidConfig, match=r"versions differ from the daemon's: ray 2\.60\.0 \(here 2\.59\.0\)"):
@@ -107,7 +109,7 @@ async def test_a_stranger_learns_no_versions_and_a_refused_request_uses_no_token
     assert "unknown" in json.dumps(answer)
     assert VERSIONS.ray not in json.dumps(answer)
 
-    token = server.join_token(None, 60)
+    token = await server.join_token(None, 60)
     broken = asked | {"versions": asdict(VERSIONS), "token": token, "request": "no request"}
     assert "certificate request" in json.dumps(await ask(server, json.dumps(broken).encode() + b"\n"))
     assert await join(*server.address, token, "a", tmp_path / "a") == "ray's token"
@@ -116,7 +118,7 @@ async def test_a_stranger_learns_no_versions_and_a_refused_request_uses_no_token
 async def test_a_host_whose_clock_is_late_is_refused_by_name_and_leaves_the_token_unused(
     server: EnrolmentServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token, identity = server.join_token(None, 60), FleetIdentity(tmp_path / "a", "a")
+    token, identity = await server.join_token(None, 60), FleetIdentity(tmp_path / "a", "a")
     late_s = CLOCKS_APART_S + 60
 
     with monkeypatch.context() as late:
@@ -158,7 +160,7 @@ async def test_a_host_with_a_certificate_needs_no_token_and_a_refused_one_needs_
 
     with pytest.raises(InvalidConfig, match=r"node 'a' has no valid certificate .* `teimgr cluster token`"):
         await admitted()
-    token = server.join_token(None, 60)
+    token = await server.join_token(None, 60)
     assert [await admitted(token), await admitted(token), await admitted()] == ["ray's token"] * 3
 
     server.enrolment.remove("a")
@@ -166,18 +168,18 @@ async def test_a_host_with_a_certificate_needs_no_token_and_a_refused_one_needs_
         await admitted()
     with pytest.raises(Unauthenticated, match="was used by node 'a'"):
         await admitted(token)
-    assert await admitted(server.join_token(None, 60)) == "ray's token"
+    assert await admitted(await server.join_token(None, 60)) == "ray's token"
 
 
 async def test_the_name_of_the_daemons_own_host_is_taken(server: EnrolmentServer, tmp_path: Path) -> None:
     with pytest.raises(Forbidden, match="'head' is the daemon's own host"):
-        await join(*server.address, server.join_token("head", 60), "head", tmp_path / "a")
+        await join(*server.address, await server.join_token("head", 60), "head", tmp_path / "a")
 
 
 async def test_a_token_is_good_for_one_node(
     server: EnrolmentServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    token = server.join_token(None, 60)
+    token = await server.join_token(None, 60)
     await join(*server.address, token, "a", tmp_path / "a")
 
     with caplog.at_level(logging.WARNING), pytest.raises(Unauthenticated, match="was used by node 'a'"):
@@ -190,7 +192,7 @@ async def test_a_token_is_good_for_one_node(
 async def test_the_token_is_not_sent_to_another_daemon(server: EnrolmentServer, tmp_path: Path) -> None:
     other = enrolment(tmp_path / "other")
     await other.start(HOST, 0)
-    token = server.join_token(None, 60)
+    token = await server.join_token(None, 60)
     try:
         with pytest.raises(Unauthenticated, match="not the daemon that made the join token"):
             await join(*other.address, token, "a", tmp_path / "a")
@@ -227,7 +229,7 @@ async def test_the_certificate_of_a_removed_node_is_revoked_and_it_may_join_agai
     before = peer_in(identity)
     server.node_identity.check(before)
 
-    assert server.remove_host("gpu-1")
+    assert await server.remove_host("gpu-1")
     assert not server.is_member("gpu-1")
 
     for own in (server.identity, server.node_identity):
@@ -343,3 +345,23 @@ async def test_clients_without_a_request_behind_their_handshake_stop_neither_joi
         await renew(*server.address, member)
     for _, writer in silent:
         writer.close()
+
+
+async def test_a_list_of_removed_nodes_that_the_disk_refused_is_written_at_the_next_try(
+    server: EnrolmentServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = await joined(server, tmp_path / "a", "a")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(enrolment_server, "write_removed", refuse)
+        with pytest.raises(StorageFull):
+            await server.remove_host("a")
+
+    assert await server.remove_host("a")
+    assert "a" in json.loads((server.identity.folder / REMOVED_FILE).read_text())
+    assert not await server.remove_host("a"), "it is gone, and all have the list"
+    with pytest.raises(Forbidden):
+        await renew(*server.address, identity)

@@ -156,7 +156,7 @@ async def test_a_successor_is_connected_to_ray_before_its_predecessor_leaves_and
     next_head, successor = one_host.launcher()
 
     await next_head.prepare()
-    token = JoinToken.parse(head.enrolment.join_token("two", 60))  # of which it learns when it starts
+    token = JoinToken.parse(await head.enrolment.join_token("two", 60))  # of which it learns when it starts
     await launcher.release()
     await successor.start()
 

@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 MAX_TOKENS = 256
 MAX_NODES = 4096
+RENEWALS_NOTED_S = 60.0
+"""How often the time of a node's renewal is written at most: it may renew as often as it likes."""
 MAX_TOKEN_LIFE_S = 7 * 86_400.0
 DEFAULT_TOKEN_LIFE_S = 3600.0
 _PREFIX = "teimgr1"
@@ -80,6 +82,9 @@ class NodeRecord:
 class Enrolment:
     """Tokens and nodes of the fleet. One process writes the file, which is replaced before an answer is given.
 
+    A change that the disk refuses is not made, and may be tried again: the methods that make one raise OSError then.
+    They block; one thread at a time calls them, while others may read.
+
     `reserved` is the name of the daemon's own node, which no other may have.
 
     Raises:
@@ -126,13 +131,12 @@ class Enrolment:
             check_node_name(node)
         if not 0 < life_s <= MAX_TOKEN_LIFE_S:
             raise ValidationError(f"life: {life_s:g} s, must be above 0 and at most {MAX_TOKEN_LIFE_S:g}")
-        self._forget_expired()
-        if len(self._tokens) >= MAX_TOKENS:
+        now = self._clock()
+        if sum(each.used_by is None and now < each.expires_at for each in self._tokens.values()) >= MAX_TOKENS:
             raise ValidationError(f"tokens: {MAX_TOKENS} wait to be used or to expire")
         token = JoinToken(secrets.token_hex(8), secrets.token_urlsafe(_SECRET_BYTES), fingerprint)
-        record = TokenRecord(token.id, _sha256(token.secret), self._clock() + life_s, node)
-        self._tokens[token.id] = record
-        self._write()
+        record = TokenRecord(token.id, _sha256(token.secret), now + life_s, node)
+        self._commit(tokens={**self._tokens, token.id: record})
         return token
 
     def check(self, token: JoinToken, node: str) -> TokenRecord:
@@ -164,12 +168,14 @@ class Enrolment:
 
     def redeem(self, token: JoinToken, node: str) -> None:
         """Use up the token and enter the node, durably, before a certificate is given out. Raises as `check`."""
-        record, now = self.check(token, node), self._clock()
-        if node in self._nodes or node in self._removed:
-            self._removed[node] = math.floor(now)  # certificates have times in whole seconds
-        self._tokens[token.id] = TokenRecord(**asdict(record) | {"used_by": node})
-        self._nodes[node] = NodeRecord(node, now, now)
-        self._write()
+        record, now, removed = self.check(token, node), self._clock(), self._removed
+        if node in self._nodes or node in removed:
+            removed = {**removed, node: math.floor(now)}  # certificates have times in whole seconds
+        self._commit(
+            tokens={**self._tokens, token.id: replace(record, used_by=node)},
+            nodes={**self._nodes, node: NodeRecord(node, now, now)},
+            removed=removed,
+        )
 
     def renew(self, node: str, issued_at: float) -> None:
         """Note a renewal by the right of a certificate that was issued at a time, in seconds since the epoch.
@@ -182,30 +188,41 @@ class Enrolment:
             raise Forbidden(f"Node '{node}' is not in the fleet")
         if issued_at < self._removed.get(node, 0.0):
             raise Forbidden(f"Another host is node '{node}' of the fleet now")
-        self._nodes[node] = NodeRecord(node, record.joined_at, self._clock())
-        self._write()
+        if (now := self._clock()) - record.renewed_at >= RENEWALS_NOTED_S:
+            self._commit(nodes={**self._nodes, node: replace(record, renewed_at=now)})
 
     def remove(self, node: str) -> bool:
         """Take the node out of the fleet: its certificates do not count any more. False where it was not in it."""
-        was_there = self._nodes.pop(node, None) is not None
-        if was_there:
-            self._removed[node] = math.floor(self._clock()) + 1
-            self._write()
-        return was_there
+        if node not in self._nodes:
+            return False
+        self._commit(
+            nodes={name: each for name, each in self._nodes.items() if name != node},
+            removed={**self._removed, node: math.floor(self._clock()) + 1},
+        )
+        return True
 
-    def _forget_expired(self) -> None:
-        now = self._clock()
-        self._tokens = {id: record for id, record in self._tokens.items() if now < record.expires_at}
-
-    def _write(self) -> None:
-        longest_ago = self._clock() - CERTIFICATE_LIFE.total_seconds()  # what was issued before has expired
-        self._removed = {name: at for name, at in self._removed.items() if at > longest_ago}
+    def _commit(
+        self,
+        tokens: dict[str, TokenRecord] | None = None,
+        nodes: dict[str, NodeRecord] | None = None,
+        removed: dict[str, float] | None = None,
+    ) -> None:
+        """Write new values, None for those that stay, and have them in memory then; without what has expired."""
+        tokens, nodes = tokens or self._tokens, self._nodes if nodes is None else nodes
+        now, removed = self._clock(), removed or self._removed
+        tokens = {id: each for id, each in tokens.items() if now < each.expires_at}
+        used = [id for id, each in tokens.items() if each.used_by is not None]
+        for id in used[:-MAX_TOKENS]:  # kept for the message to who uses one again
+            del tokens[id]
+        longest_ago = now - CERTIFICATE_LIFE.total_seconds()  # what was issued before has expired
+        removed = {name: at for name, at in removed.items() if at > longest_ago}
         values = {
-            "tokens": [asdict(each) for each in self._tokens.values()],
-            "nodes": [asdict(each) for each in self._nodes.values()],
-            "removed": self._removed,
+            "tokens": [asdict(each) for each in tokens.values()],
+            "nodes": [asdict(each) for each in nodes.values()],
+            "removed": removed,
         }
-        write_atomically(self._path, json.dumps(values, indent=1).encode(), mode=0o600, durable=True)
+        write_atomically(self._path, json.dumps(values).encode(), mode=0o600, durable=True)
+        self._tokens, self._nodes, self._removed = tokens, nodes, removed
 
 
 def _sha256(secret: str) -> str:

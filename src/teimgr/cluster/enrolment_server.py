@@ -25,14 +25,25 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from teimgr.cluster.authority import MAX_REQUEST_BYTES, FleetAuthority
 from teimgr.cluster.enrolment import Enrolment, JoinToken
 from teimgr.cluster.messages import Versions
-from teimgr.errors import Forbidden, Internal, InvalidConfig, InvalidInput, TeimgrError, Unauthenticated
+from teimgr.errors import (
+    Forbidden,
+    Internal,
+    InvalidConfig,
+    InvalidInput,
+    StateNotSaved,
+    StorageFull,
+    TeimgrError,
+    Unauthenticated,
+)
+from teimgr.files import NO_ROOM
 from teimgr.http.acceptor import Acceptor, GatedStream
 from teimgr.http.connection_gate import LIMITS, ConnectionGate, Phase, PhaseLimit, Ticket
 from teimgr.http.server import bind
@@ -65,6 +76,7 @@ _LATEST = 2**40
 """Seconds since the epoch that no clock shows."""
 
 Message = dict[str, Any]
+ResultT = TypeVar("ResultT")
 
 
 class EnrolmentServer:
@@ -91,6 +103,8 @@ class EnrolmentServer:
         self._context: ssl.SSLContext | None = None
         self._maintenance: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._changes = ThreadPoolExecutor(1, "enrolment")  # one after the other, beside the event loop
+        self._is_published = False
         self.renew_own()
         self._publish_removed()
 
@@ -104,25 +118,46 @@ class EnrolmentServer:
             key, certificate = self.authority.issue_own(name)
             write_identity(identity.folder, key, certificate, self.authority.authorities())
 
-    def join_token(self, node: str | None, life_s: float) -> str:
-        """A join token that pins this fleet's authority. Raises as `Enrolment.create_token`."""
-        return str(self.enrolment.create_token(self.authority.fingerprint, node, life_s))
+    async def join_token(self, node: str | None, life_s: float) -> str:
+        """A join token that pins this fleet's authority. Raises as `Enrolment.create_token`, and as `_recorded`."""
+        return str(await self._recorded(self.enrolment.create_token, self.authority.fingerprint, node, life_s))
 
     def is_member(self, node: str) -> bool:
         """Whether the node has joined and was not removed; the daemon's own is one."""
         return node == self.identity.node or self.enrolment.has(node)
 
-    def remove_host(self, name: str) -> bool:
-        """Revoke the certificates of a node; False where it is not in the fleet."""
-        was_there = self.enrolment.remove(name)
-        if was_there:
-            self._publish_removed()
-            log.warning("a node was removed from the fleet", extra={"node": name})
-        return was_there
+    async def remove_host(self, name: str) -> bool:
+        """Revoke the certificates of a node; False if it is not in the fleet. Raises as `_recorded`."""
+        return await self._recorded(self._remove, name)
+
+    def _remove(self, name: str) -> bool:
+        if not self.enrolment.remove(name) and (self._is_published or name not in self.enrolment.removed):
+            return False
+        self._publish_removed()
+        log.warning("a node was removed from the fleet", extra={"node": name})
+        return True
+
+    def _redeem(self, token: JoinToken, node: str) -> None:
+        self.enrolment.redeem(token, node)
+        self._publish_removed()
 
     def _publish_removed(self) -> None:
+        self._is_published = False
         for identity in (self.identity, self.node_identity):
             write_removed(identity.folder, self.enrolment.removed)
+        self._is_published = True
+
+    async def _recorded(self, change: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """Make a change of the enrolment, which is on the disk then.
+
+        Raises:
+            StorageFull, StateNotSaved: the disk refused, and nothing has changed: it may be tried again.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._changes, partial(change, *arguments))
+        except OSError as error:
+            kind = StorageFull if error.errno in NO_ROOM else StateNotSaved
+            raise kind(f"the enrolment cannot be recorded: {error}") from error
 
     async def start(self, host: str, port: int) -> None:
         """Listen, and renew the daemon's certificate at intervals.
@@ -155,6 +190,7 @@ class EnrolmentServer:
             task.cancel()
         if self._connections:
             await asyncio.wait(self._connections)
+        await asyncio.to_thread(self._changes.shutdown)
 
     def _new_context(self) -> ssl.SSLContext:
         """Of the present certificates; clients may have none yet."""
@@ -170,6 +206,7 @@ class EnrolmentServer:
                 self.authority.maintain()
                 self.renew_own()
                 self._context = self._new_context()
+                await self._recorded(self._publish_removed)
             except (OSError, TeimgrError):
                 log.exception("the daemon's certificate in the fleet was not renewed")
 
@@ -197,7 +234,7 @@ class EnrolmentServer:
         try:
             message = await read_line(reader) or {}
             about |= {"op": message.get("op"), "node": message.get("node")}
-            return self._process(message, writer.get_extra_info("ssl_object"))
+            return await self._process(message, writer.get_extra_info("ssl_object"))
         except ValueError as error:
             failure: TeimgrError = InvalidInput(f"enrolment request: {error}")
         except TeimgrError as error:
@@ -207,7 +244,7 @@ class EnrolmentServer:
         log.warning("enrolment refused", extra={**about, "code": failure.code.name, "reason": failure.message})
         return {"error": {"code": int(failure.code), "message": failure.message}}
 
-    def _process(self, message: Message, ssl_object: Any) -> Message:
+    async def _process(self, message: Message, ssl_object: Any) -> Message:
         authorities = {"authorities": self.authority.authorities().decode()}
         if (op := message.get("op")) == "authorities":
             return authorities
@@ -223,11 +260,10 @@ class EnrolmentServer:
             self._check(message.get("versions"))
             ray = {"ray_token": self._ray_token()}
         if op == "join":
-            self.enrolment.redeem(JoinToken.parse(_text(message, "token")), node)
-            self._publish_removed()
+            await self._recorded(self._redeem, JoinToken.parse(_text(message, "token")), node)
             log.info("a node joined the fleet", extra={"node": node})
         else:
-            self.enrolment.renew(node, peer_of(ssl_object).issued_at)
+            await self._recorded(self.enrolment.renew, node, peer_of(ssl_object).issued_at)
         certificate = self.authority.issue(request, FleetName(node))
         return {"certificate": certificate.decode(), **authorities, **ray}
 

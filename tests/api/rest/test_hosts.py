@@ -28,7 +28,7 @@ async def test_a_token_is_made_for_a_host_and_redeemed(front: Front, tmp_path: P
 
 async def test_a_host_is_removed_once(front: Front, tmp_path: Path) -> None:
     server = front.app.state.enrolment = enrolment(tmp_path / "fleet")
-    server.enrolment.redeem(JoinToken.parse(server.join_token(None, 60)), "two")
+    server.enrolment.redeem(JoinToken.parse(await server.join_token(None, 60)), "two")
 
     assert await front.call("DELETE", "/hosts/two", 200) == {"name": "two"}
     assert "No such host: two" in failed(await front.call("DELETE", "/hosts/two", 404), "OBJECT_NOT_FOUND")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from teimgr.errors import Replaced, StorageFull
+from teimgr.files import NO_ROOM
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 _THREADS = 3
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 ResultT = TypeVar("ResultT")
 
@@ -50,7 +49,7 @@ class Disk:
                 raise Replaced from None
             raise
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in NO_ROOM:
                 raise StorageFull(f"No room on the disk: {error.strerror}") from error
             raise
 

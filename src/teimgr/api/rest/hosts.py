@@ -27,15 +27,16 @@ LIFE_SECS = 3600.0
 class HostEnrolment(Protocol):
     """Who may join the cluster."""
 
-    def join_token(self, node: str | None, life_s: float) -> str:
+    async def join_token(self, node: str | None, life_s: float) -> str:
         """A token by which one host may join, once; only under the name `node`, if that is given.
 
         Raises:
             ValidationError: the name, the life, or the number of unused tokens exceeds its limit.
+            StorageFull, StateNotSaved: it cannot be recorded.
         """
 
-    def remove_host(self, name: str) -> bool:
-        """Revoke a host's certificates; False where it is not in the fleet."""
+    async def remove_host(self, name: str) -> bool:
+        """Revoke a host's certificates; False if it is not in the fleet. Raises StorageFull, StateNotSaved."""
 
 
 class JoinTokenRequest(BaseModel):
@@ -73,7 +74,7 @@ EnrolmentDep = Annotated[HostEnrolment | None, Depends(_enrolment_of)]
 async def create_join_token(request: Request, enrolment: EnrolmentDep) -> Response:
     """A token by which one host may join the cluster, once."""
     body = await read_json(request, JoinTokenRequest)
-    token = _present(enrolment).join_token(body.node, body.life_secs)
+    token = await _present(enrolment).join_token(body.node, body.life_secs)
     return answer({"token": token, "node": body.node, "life_secs": body.life_secs}, 201)
 
 
@@ -82,7 +83,7 @@ async def remove_host(name: str, enrolment: EnrolmentDep) -> Response:
     """Revoke a host's certificates. It takes no more workers, and those of other hosts refuse it; its own are moved,
     where they can run elsewhere.
     """
-    if not _present(enrolment).remove_host(name):
+    if not await _present(enrolment).remove_host(name):
         raise ObjectNotFound("host", name)
     return answer({"name": name})
 
