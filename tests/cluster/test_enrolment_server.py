@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from tests.support.polling import eventually
 
 from teimgr.cluster import enrolment_server, node_identity
 from teimgr.cluster.authority import FleetAuthority, new_request, utc_now
@@ -24,6 +25,7 @@ from teimgr.errors import Forbidden, InvalidConfig, StorageFull, Unauthenticated
 from teimgr.wire.fleet_tls import (
     CLOCKS_APART_S,
     DAEMON,
+    IDENTITY_FILE,
     REMOVED_FILE,
     FleetIdentity,
     FleetName,
@@ -345,6 +347,26 @@ async def test_clients_without_a_request_behind_their_handshake_stop_neither_joi
         await renew(*server.address, member)
     for _, writer in silent:
         writer.close()
+
+
+async def test_a_certificate_is_renewed_after_one_of_its_files_could_not_be_read(
+    server: EnrolmentServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task ended for good at one such moment; its host lost its links three days later."""
+    identity = await joined(server, tmp_path / "a", "a")
+    file = identity.folder / IDENTITY_FILE
+    before = file.read_bytes()
+    monkeypatch.setattr(node_identity, "_RENEW_AT", -1.0)  # it is due
+    monkeypatch.setattr(node_identity, "_RETRY_S", 0.01)
+    for content in (None, before[:100]):
+        file.unlink() if content is None else file.write_bytes(content)
+        renewing = asyncio.create_task(node_identity.keep_renewed(*server.address, identity))
+        await asyncio.wait({renewing}, timeout=0.05)
+        assert not renewing.done()
+        file.write_bytes(before)
+        await eventually(lambda before=before: file.read_bytes() != before)
+        renewing.cancel()
+        before = file.read_bytes()
 
 
 async def test_a_list_of_removed_nodes_that_the_disk_refused_is_written_at_the_next_try(

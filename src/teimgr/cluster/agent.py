@@ -94,6 +94,7 @@ class Agent:
         self._claims: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._held: set[Held] = set()
+        self._launching = 0
         self._number_changed = asyncio.Event()
         self._hosts_known = asyncio.Event()
         self._learned = asyncio.Event()
@@ -126,7 +127,7 @@ class Agent:
         """Wait until all workers and muxes have ended; whether that took at most `limit_s`."""
         try:
             async with asyncio.timeout(limit_s):
-                while self._held or self._unclaimed:
+                while self._held or self._unclaimed or self._launching:
                     self._number_changed.clear()
                     await self._number_changed.wait()
         except TimeoutError:
@@ -243,6 +244,9 @@ class Agent:
         write_line(writer, hosts=self.fleet.services, models_from=self.fleet.models_from)
 
     async def _launch(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_leaving(writer):
+            return
+        self._launching += 1  # a worker that is being forked is one that the host has
         try:
             wanted = WorkerSpec.from_json(spec)
             own = replace(
@@ -253,10 +257,20 @@ class Agent:
                 agent_socket=str(self.socket),
             )
             worker = await self._launcher.launch(own)
+            self._held.add(worker)
         except (LaunchFailed, TeimgrError, ValueError, TypeError) as error:
             write_line(writer, error=str(error))
             return
+        finally:
+            self._launching -= 1
+            self._number_changed.set()
         await self._hold(worker, reader, writer)
+
+    def _is_leaving(self, writer: asyncio.StreamWriter) -> bool:
+        """Whether the host takes nothing new; the other end gets the reason then."""
+        if self.leaving.is_set():
+            write_line(writer, error="this host is leaving the cluster")
+        return self.leaving.is_set()
 
     def _port_host(self, instance_host: str) -> str | None:
         if not self._head_address:
@@ -268,6 +282,8 @@ class Agent:
     ) -> None:
         if self._muxes is None:
             write_line(writer, error="this host's muxes are its daemon's own")
+            return
+        if self._is_leaving(writer):
             return
         try:
             mux = self._muxes.launch(spec, beside=beside)
@@ -329,11 +345,12 @@ class Agent:
         """Take no more workers, and report the remaining ones until all have ended."""
         self.leaving.set()
         while True:
-            write_line(writer, workers=self.workers)
-            await writer.drain()
-            if not self.workers:
-                break
             self._number_changed.clear()
+            count = self.workers + self._launching
+            write_line(writer, workers=count)
+            await writer.drain()
+            if not count:
+                break
             await self._number_changed.wait()
         write_line(writer, left=True)
         await writer.drain()

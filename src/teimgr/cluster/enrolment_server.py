@@ -207,7 +207,7 @@ class EnrolmentServer:
                 self.renew_own()
                 self._context = self._new_context()
                 await self._recorded(self._publish_removed)
-            except (OSError, TeimgrError):
+            except Exception:  # it is tried again
                 log.exception("the daemon's certificate in the fleet was not renewed")
 
     def _stream(self, ticket: Ticket) -> asyncio.BaseProtocol:

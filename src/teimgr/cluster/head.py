@@ -9,7 +9,6 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -99,6 +98,8 @@ class ClusterHead:
         self._changed = asyncio.Event()
         self._refreshed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self._unwatched = ""  # the error of the last reading of the hosts, where it was not expected
+        self._doubles: dict[str, Member] = {}  # hosts with the name of another, by Ray's id
 
     async def prepare(self) -> None:
         """Connect to Ray beside the daemon that this one follows, so that its workers are found at once after it.
@@ -178,10 +179,13 @@ class ClusterHead:
         await self._refreshed.wait()
 
     def alarms(self) -> list[str]:
-        """Hosts that take no workers, the lack of a connection, and that Ray listens on all addresses."""
+        """Hosts that take no workers, the lack of a connection or of a watch, and that Ray listens on all addresses."""
         if not self.bridge.connected.is_set():
             return [f"cluster: no connection to Ray: {self._disconnection}"]
-        found = [f"cluster: host {each.name}: {each.problem}" for each in self.members.values() if each.problem]
+        found = [f"cluster: the hosts are not watched: {self._unwatched}"] if self._unwatched else []
+        found += [f"cluster: host {each.name}: {each.problem}" for each in self.members.values() if each.problem]
+        twice = "cluster: two hosts are named {}: the one at {} gets no workers"
+        found += [twice.format(each.name, each.address) for each in self._doubles.values()]
         return found if library() else [f"cluster: {UNRESTRICTED}", *found]
 
     @property
@@ -191,7 +195,7 @@ class ClusterHead:
     async def refresh(self) -> None:
         """Read the list of hosts again. Raises Unavailable, AnswerLate."""
         found = await self.bridge.call("hosts", fleet=self._fleet().to_dict())
-        known = {member.ray_id: member for member in self.members.values()}
+        known = {member.ray_id: member for member in self.members.values()} | self._doubles
         before, self.members = self.members, self._admitted([_member(each, known) for each in found])
         for name in before.keys() ^ self.members.keys():
             log.info("host %s", "joined" if name in self.members else "lost", extra={"node": name})
@@ -232,9 +236,14 @@ class ClusterHead:
     def _admitted(self, members: list[Member]) -> dict[str, Member]:
         """The hosts by name, this one first; those that may not take workers have the reason."""
         admitted: dict[str, Member] = {}
-        for member in sorted(members, key=lambda each: (each.address != self._ray_host.node_ip, each.ray_id)):
+        before, self._doubles = self._doubles, {}
+        # Of one whose Ray was started again, the former is in Ray's list too for a while, and has no facts.
+        order = lambda each: (each.address != self._ray_host.node_ip, each.misses > 0, each.ray_id)  # noqa: E731
+        for member in sorted(members, key=order):
             if member.name in admitted:
-                log.warning("two hosts have one name", extra={"node": member.name, "address": member.address})
+                self._doubles[member.ray_id] = member
+                if member.ray_id not in before:
+                    log.warning("two hosts have one name", extra={"node": member.name, "address": member.address})
                 continue
             if not self.enrolment.is_member(member.name):
                 member = replace(member, problem="it was removed from the fleet")
@@ -244,8 +253,15 @@ class ClusterHead:
     async def _keep_watching(self) -> None:
         while True:
             await self.bridge.connected.wait()
-            with suppress(Unavailable, AnswerLate):
+            try:
                 await self.refresh()
+                self._unwatched = ""
+            except (Unavailable, AnswerLate):
+                pass
+            except Exception as error:  # a defect of ours, or a value that is not expected, must not end the watch
+                if (problem := repr(error)) != self._unwatched:
+                    log.exception("the hosts of the cluster are not watched")
+                self._unwatched = problem
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def by_own_clock(self, host: str, held: HeldWorker) -> HeldWorker:
@@ -273,9 +289,12 @@ def address_of(member: Member) -> HostAddress:
 
 
 def _is_here(address: str) -> bool:
-    """Whether an address is one of this machine."""
-    if ipaddress.ip_address(address).is_loopback:
-        return True
+    """Whether an address is one of this machine; a name, which Ray may have in place of one, counts as another's."""
+    try:
+        if ipaddress.ip_address(address).is_loopback:
+            return True
+    except ValueError:
+        return False
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _ANY_PORT))  # sends nothing

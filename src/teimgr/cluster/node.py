@@ -94,6 +94,8 @@ class Node:
     def __init__(self, options: NodeOptions) -> None:
         if problem := address_problem(options.head):
             raise InvalidConfig(f"address: {problem}")
+        if options.address and (problem := address_problem(f"{options.address}:1")):
+            raise InvalidConfig(f"host_address: {problem}")
         if problem := ray_ports_problem(options.ray_ports):
             raise InvalidConfig(f"ray_port_end: {problem}")
         self._versions = own_versions()

@@ -108,14 +108,13 @@ async def renew(host: str, port: int, identity: FleetIdentity) -> None:
 async def keep_renewed(host: str, port: int, identity: FleetIdentity) -> None:
     """Renew the certificate after a third of its life, and every minute while that fails, until cancelled."""
     while True:
-        pause_s = seconds_to_renewal(identity.folder)
-        while pause_s <= 0:
-            try:
+        try:
+            if (pause_s := seconds_to_renewal(identity.folder)) <= 0:
                 await renew(host, port, identity)
                 pause_s = _MIN_PAUSE_S
-            except (TeimgrError, OSError) as error:
-                log.warning("the node's certificate was not renewed", extra={"reason": str(error)})
-                await asyncio.sleep(_RETRY_S)
+        except (TeimgrError, OSError, ValueError) as error:  # ValueError: of a file that is written at this moment
+            log.warning("the node's certificate was not renewed", extra={"reason": str(error)})
+            pause_s = _RETRY_S
         await asyncio.sleep(pause_s)
 
 
@@ -131,7 +130,7 @@ def has_certificate(identity: FleetIdentity) -> bool:
 
 
 def seconds_to_renewal(folder: Path) -> float:
-    """Until the certificate in `folder` has to be renewed; 0 or less where it has to be now. Raises OSError."""
+    """Until the certificate in `folder` is to be renewed; 0 or less if it is due. Raises OSError, ValueError."""
     certificate = x509.load_pem_x509_certificate((folder / IDENTITY_FILE).read_bytes())
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     return (begins + (ends - begins) * _RENEW_AT - utc_now()).total_seconds()

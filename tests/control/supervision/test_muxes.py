@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.support.frame_worker import FrameWorker, hold, lengths
@@ -22,6 +22,7 @@ from tests.support.polling import eventually
 from teimgr.config.settings import Settings
 from teimgr.control.launch.mux_launcher import LocalMux, LocalMuxLauncher, MuxLauncher, MuxRunFile, mux_config
 from teimgr.control.launch.process_handle import Exit, LaunchFailed, ProcessHandle, look_up
+from teimgr.control.supervision import muxes as module
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.lifecycle import Backoff, Exited, Observation, ProbeFailed, ProbeOk
 from teimgr.control.supervision.muxes import MUX_POLICY, Muxes, MuxSupervisor, MuxTimeouts
@@ -413,6 +414,19 @@ async def test_a_host_that_comes_back_has_a_mux_while_its_former_one_ends(settin
     await muxes.stop(0)
     assert pids(settings) == []
     assert metrics.gone == []
+
+
+async def test_hosts_are_followed_on_after_an_error_that_is_not_expected(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ADOPTION_PAUSE_S", 0.01)
+    hosts = Hosts()
+    good, hosts.muxes = hosts.muxes, cast(Any, None)
+    muxes = Muxes(replace(settings, grpc_enabled=False), Directory(), DaemonMetrics(), hosts=hosts)
+    async with asyncio.timeout(LIMIT_S), muxes.running():
+        await eventually(lambda: any("not followed: AttributeError" in each for each in muxes.alarms()))
+        hosts.muxes = good
+        await eventually(lambda: muxes.alarms() == [])
 
 
 async def test_a_mux_that_is_terminated_finishes_its_calls_beside_its_successor(settings: Settings) -> None:

@@ -66,7 +66,7 @@ _PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, Stat
 
 _GIVEN_UP = "given up: another command came in between"
 _CONTINUED = "the daemon is ending; the next one continues the update"
-_NOTABLE_BYTES = 64 << 20  # above a reservation: a smaller overrun is only logged
+_NOTABLE_BYTES = 64 << 20  # above a reservation: a smaller overrun is in the debug log alone
 
 
 class ManagedInstance:
@@ -672,8 +672,10 @@ class ManagedInstance:
         """Record that a worker takes more than was reserved; its reservation has been raised."""
         reserved, takes = overrun.reserved_bytes, overrun.measured_bytes
         facts = {"instance": self.spec.name, "replica": supervisor.number}
-        log.warning("memory reserved: %d MiB, taken: %d MiB", reserved >> 20, takes >> 20, extra=facts)
-        if takes - reserved > _NOTABLE_BYTES:
+        is_notable = takes - reserved > _NOTABLE_BYTES
+        level = logging.WARNING if is_notable else logging.DEBUG  # each reading of some that grow by a few KiB is one
+        log.log(level, "memory reserved: %d MiB, taken: %d MiB", reserved >> 20, takes >> 20, extra=facts)
+        if is_notable:
             reason = f"replica {supervisor.number} takes {mib(takes)}, more than the {mib(reserved)} reserved"
             self.on_incident(Incident(event="over_memory", reason=reason, at=now_rfc3339()))
 

@@ -493,6 +493,7 @@ class Muxes:
         self._hosts = hosts
         self._remote: dict[MuxSupervisor, asyncio.Task[None]] = {}
         self._leaving: dict[MuxSupervisor, asyncio.Task[None]] = {}
+        self._unfollowed = ""
         self._log_paths = [settings.log_dir / f"_mux-{number}.log" for number in range(count)]
         self._supervisors = [self._local(number) for number in range(count)]
         self._socket = settings.grpc_socket.absolute() if count and settings.grpc_socket else None
@@ -503,7 +504,8 @@ class Muxes:
         return [*self._supervisors, *self._remote, *self._leaving]
 
     def alarms(self) -> list[str]:
-        return [each.alarm for each in self._all if each.alarm]
+        found = [each.alarm for each in self._all if each.alarm]
+        return [*found, f"muxes of other hosts are not followed: {self._unfollowed}"] if self._unfollowed else found
 
     def states(self) -> dict[str, str]:
         """What the muxes of each host do, by its name, which is "" for this one: `serving`, `starting` or an alarm."""
@@ -553,30 +555,41 @@ class Muxes:
         """Supervise the muxes of hosts as they join, and end those of hosts that leave."""
         has_ended_surplus = False
         while True:
-            if not has_ended_surplus:
-                try:
+            try:
+                if not has_ended_surplus:
                     await hosts.end_surplus()
                     has_ended_surplus = True
-                except TeimgrError as error:
-                    log.warning("surplus muxes of other hosts are not ended yet", extra={"reason": error.message})
-            wanted = hosts.wanted()
-            for each in [each for each in self._remote if wanted.get(each.name) is not each.launcher]:
-                self._leaving[each] = asyncio.create_task(self._end(each, self._remote.pop(each)))
-            for name in wanted.keys() - {each.name for each in self._remote}:
-                supervisor = self._supervisor(wanted[name])
-                # One that is ending still has calls: it is not taken over, its successor starts beside it.
-                is_back = any(each.name == name for each in self._leaving)
-                running = supervisor.run() if is_back else self._adopt_and_run(supervisor)
-                self._remote[supervisor] = asyncio.create_task(running, name=name)
-            await hosts.changed()
+            except TeimgrError as error:
+                log.warning("surplus muxes of other hosts are not ended yet", extra={"reason": error.message})
+            try:
+                self._match(hosts.wanted())
+                self._unfollowed = ""
+                await hosts.changed()
+            except Exception as error:  # a defect of ours must not leave a host without its mux for good
+                if (problem := repr(error)) != self._unfollowed:
+                    log.exception("the muxes of other hosts are not started and ended")
+                self._unfollowed = problem
+                await asyncio.sleep(_ADOPTION_PAUSE_S)
+
+    def _match(self, wanted: Mapping[str, MuxLauncher]) -> None:
+        """Begin to end the muxes of hosts that have left, and to start those of hosts that have joined."""
+        for each in [each for each in self._remote if wanted.get(each.name) is not each.launcher]:
+            self._leaving[each] = asyncio.create_task(self._end(each, self._remote.pop(each)))
+        for name in wanted.keys() - {each.name for each in self._remote}:
+            supervisor = self._supervisor(wanted[name])
+            # One that is ending still has calls: it is not taken over, its successor starts beside it.
+            is_back = any(each.name == name for each in self._leaving)
+            running = supervisor.run() if is_back else self._adopt_and_run(supervisor)
+            self._remote[supervisor] = asyncio.create_task(running, name=name)
 
     async def _adopt_and_run(self, supervisor: MuxSupervisor) -> None:
         while True:
             try:
                 await supervisor.adopt()
                 break
-            except TeimgrError as error:
-                log.warning("no mux adopted", extra={"mux": supervisor.name, "reason": error.message})
+            except Exception as error:  # what is not expected too: else the host had no mux for good
+                reason = error.message if isinstance(error, TeimgrError) else repr(error)
+                log.warning("no mux adopted", extra={"mux": supervisor.name, "reason": reason})
                 await asyncio.sleep(_ADOPTION_PAUSE_S)
         await supervisor.run()
 
