@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from tests.support.fleet import LIMIT_S, Fleet
 from tests.support.polling import eventually
 
 from teimgr.control.launch.process_handle import look_up
+from teimgr.control.ledger.ledger import Overrun
+from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.errors import (
     InstanceNotFound,
     InvalidGpuId,
@@ -537,3 +541,16 @@ async def test_the_end_of_the_daemon_in_the_midst_of_a_change_leaves_nothing(fle
 
     assert fleet.left_over() == set()
     assert fleet.store.load().specs[0].model_id == "fake"
+
+
+def test_only_a_notable_growth_over_a_reservation_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """One of some KiB was one at each reading."""
+    incidents: list[Any] = []
+    instance: Any = SimpleNamespace(spec=SimpleNamespace(name="a"), on_incident=incidents.append)
+    supervisor: Any = SimpleNamespace(number=0)
+    with caplog.at_level(logging.DEBUG):
+        for grown in (4 << 10, 65 << 20):
+            ManagedInstance.on_overrun(instance, supervisor, Overrun("cpu", 31 << 20, (31 << 20) + grown))
+
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.WARNING]
+    assert [each.event for each in incidents] == ["over_memory"]
