@@ -69,7 +69,7 @@ def test_a_served_directory_has_its_names_as_aliases(converted_service: Convert,
 
 
 def test_a_value_that_an_instance_cannot_have_is_left_to_decide(converted_service: Convert) -> None:
-    done = converted_service(f"{IMAGE}\ncommand: [v2, --model-id, org/a, --revision, --engine]\n")
+    done = converted_service(f"{IMAGE}\ncommand: [v2, --model-id, org/a, --revision, -engine]\n")
 
     assert done.instances == [{"name": "tei", "model_id": "org/a"}]
     assert "must be the name of a branch, tag or commit" in done.found("command --revision").note
@@ -122,3 +122,10 @@ def test_the_database_of_the_same_name_is_another_product(converted: Convert) ->
 
     assert [each["name"] for each in done.instances] == ["a"]
     assert done.found("services.db.image").outcome is KeyOutcome.NONE
+
+
+@pytest.mark.parametrize("words", ["--api-key ${KEY} --device cpu", "--api-key=${KEY}", "--revision main --api-key"])
+def test_a_flag_is_not_the_value_of_the_one_before_it(converted_service: Convert, words: str) -> None:
+    done = converted_service(f"{IMAGE}\ncommand: v2 --model-id org/a {words}\n")
+    assert done.found("command --api-key").outcome is KeyOutcome.DECIDE
+    assert "a variable that is not set" in done.found("command --api-key").note

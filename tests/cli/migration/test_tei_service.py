@@ -117,6 +117,21 @@ def test_what_is_not_known_is_reported_and_left_out(converted_service: Convert) 
         assert done.found(key).outcome is KeyOutcome.NONE
 
 
+@pytest.mark.parametrize("words", ["--api-key ${KEY} --auto-truncate", "--api-key=${KEY}", "--port ${KEY} --api-key"])
+def test_a_flag_is_not_the_value_of_the_one_before_it(converted_service: Convert, words: str) -> None:
+    done = converted_service(f"{IMAGE}\ncommand: --model-id m --revision main {words}\n")
+    assert done.found("command --api-key").outcome is KeyOutcome.DECIDE
+    assert "a variable that is not set" in done.found("command --api-key").note
+    assert done.instances[0]["revision"] == "main"
+    assert "--api-key" not in done.instances[0].get("extra_args", ())
+
+
+def test_an_empty_variable_needs_a_decision(converted_service: Convert) -> None:
+    done = converted_service(f"{IMAGE}\ncommand: --model-id m\nenvironment: {{API_KEY: '${{KEY}}'}}\n")
+    assert done.found("environment.API_KEY").outcome is KeyOutcome.DECIDE
+    assert "extra_args" not in done.instances[0]
+
+
 def test_defaults_are_the_same(converted_service: Convert) -> None:
     done = converted_service(
         f"{IMAGE}\ncommand: --model-id m --max-batch-tokens 16384 --auto-truncate --payload-limit 2000000\n"

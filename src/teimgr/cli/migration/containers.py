@@ -67,7 +67,8 @@ class Option:
 def split_options(words: Iterable[str], takes_value: Any, short: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
     """Flags and their values, `--flag value` and `--flag=value`; None for a flag without one, "" for a stray word.
 
-    `takes_value(flag, following words)` decides whether the next word belongs to the flag.
+    `takes_value(flag, following words)` decides whether the next word belongs to the flag. Another flag never does: its
+    value was a variable that is not set.
     """
     rest = list(words)
     while rest:
@@ -79,10 +80,13 @@ def split_options(words: Iterable[str], takes_value: Any, short: Mapping[str, st
         name = short.get(name, name)
         if equals:
             yield name, value
-        elif takes_value(name, rest) and rest:
+        elif takes_value(name, rest) and rest and not rest[0].startswith("--"):
             yield name, rest.pop(0)
         else:
             yield name, None
+
+
+MISSING = "left out: its value is missing, as of a variable that is not set"
 
 
 def place_of(service: Service, draft: Draft) -> Place:

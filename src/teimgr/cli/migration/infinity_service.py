@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from teimgr.cli.migration.compose_file import Service, whole_number
 from teimgr.cli.migration.containers import (
+    MISSING,
     Option,
     note_other_ports,
     note_rest,
@@ -115,6 +116,9 @@ def _options(service: Service, place: Place) -> dict[str, Option]:
         flag, value = (f"--{name[5:]}", "false") if name.startswith("--no-") else (name, value)
         if not name:
             place.found("command", KeyOutcome.DECIDE, note="a word without a flag: left out")
+            continue
+        if (value is None or (not value and flag == "--api-key")) and flag not in _BOOLEANS:
+            place.found(f"command {name}", KeyOutcome.DECIDE, note=MISSING)
             continue
         before = given[flag].values if flag in given else ()
         given[flag] = Option((*before, "true" if value is None else value), f"command {name}")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from teimgr.cli.migration.compose_file import Service, whole_number
 from teimgr.cli.migration.containers import (
+    MISSING,
     Option,
     note_other_ports,
     note_rest,
@@ -127,6 +128,8 @@ def options_of(words: Iterable[str], place: Place, key: str) -> dict[str, Option
     for name, value in split_options(words, _takes_value, _SHORT):
         if not name:
             place.found(key, KeyOutcome.DECIDE, note="a word without a flag: left out")
+        elif (value is None or (not value and name == API_KEY_FLAG)) and name in FLAGS and FLAGS[name].has_value(()):
+            place.found(f"{key} {name}", KeyOutcome.DECIDE, note=MISSING)
         else:
             before = options[name].values if name in options else ()
             options[name] = Option((*before, "true" if value is None else value), f"{key} {name}")
@@ -157,6 +160,8 @@ def _options(service: Service, place: Place) -> dict[str, Option]:
         option = Option((service.environ[variable],), f"environment.{variable}")
         if flag in given:
             place.found(option.key, KeyOutcome.NONE, note=f"the command's {flag} is stronger")
+        elif not option.value and flag == API_KEY_FLAG:
+            place.found(option.key, KeyOutcome.DECIDE, note=MISSING)
         else:
             options[flag] = option
     return {**options, **given}
