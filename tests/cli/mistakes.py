@@ -69,6 +69,8 @@ MISTAKES = (
     Mistake("models pull never/was", "never/was"),
     Mistake("models check {folder}/none", "none"),
     Mistake("plan --nope", "No such option"),
+    Mistake("plan --apply", "--apply needs FILE"),
+    Mistake("recommendations --apply x", "`teimgr recommendations` lists those of now"),
     Mistake("explain OVERLODED", "OVERLOADED"),
     Mistake("usage --by colour", "key"),
     Mistake("config check {folder}/bad.toml", "api_port"),

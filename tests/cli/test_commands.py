@@ -383,6 +383,7 @@ def test_run_serves_a_model_once_and_says_how_to_call_it(run: Run, fleet: WarmDa
     assert f"curl {fleet.api}/v1/embeddings -H" in first.out
     assert "teimgr embed 'some text' -i tiny-static" in first.out
     assert run("run", model).status == ExitStatus.OK
+    assert "-i tiny-static" in run("run", "tiny-static").out, "an instance by its name"
     assert [row[0] for row in run("list").rows] == ["static", "ranker", "classes", "tiny-static"]
     run("rm", "tiny-static")
 

@@ -34,6 +34,7 @@ from teimgr.cli.doctor_checks import (
     gib,
     is_writable,
 )
+from teimgr.cli.failures import explain
 from teimgr.cli.output import say
 from teimgr.client.connection import ConnectionValues, DaemonConnection
 from teimgr.client.connection_causes import diagnose
@@ -246,7 +247,7 @@ def check_daemon(connection: DaemonConnection, *, is_named: bool) -> Iterator[Fi
             yield Finding("daemon", "fail", f"{error.message}; {key}", "give one: --api-key-file FILE, TEIMGR_API_KEY")
             break
         except TeimgrError as error:
-            yield Finding("daemon", "warn", f"not all could be asked: {error.message}", "use a key with the right read")
+            yield Finding("daemon", "warn", f"not all could be asked: {error.message}", explain(error).do)
     yield from check_certificates(connection)
 
 

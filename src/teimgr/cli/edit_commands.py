@@ -260,13 +260,15 @@ def run(
     name: Annotated[str | None, typer.Option(help="Name of the instance; default: the end of the model's id.")] = None,
     timeout: Timeout = 300.0,
 ) -> int:
-    """Serve a model: create an instance, or start the one there is, and wait.
+    """Serve a model: create an instance, or start the one there is, and wait. The name of an instance stands for it.
 
     Shows where to call it. It goes on in the daemon when this command has ended.
     """
     wanted = absolute_model(model) or model
     instances = server.rest.list()
     found = next((each for each in instances if each.model_id == wanted and name in (None, each.name)), None)
+    if found is None and name is None and wanted == model:  # not a folder
+        found = next((each for each in instances if each.name == model), None)
     if found is None:
         found = server.rest.create(name or proposed_name(model, {each.name for each in instances}), wanted)
     elif found.status in (State.STOPPED, State.FAILED):

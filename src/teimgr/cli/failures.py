@@ -152,6 +152,11 @@ _BY_WORDS = {
         "the model's files have no prompt of this name",
         "leave --prompt-name out, or take one of `prompts` in `curl URL/instances/NAME/info`",
     ),
+    "Cannot cancel a batch": _Hint("the batch has ended", "`teimgr batch get ID` has its results and failures"),
+    "No such recommendation": _Hint(
+        "it is mistyped, or not recommended any more", "`teimgr recommendations` lists those of now"
+    ),
+    "No such host": _Hint("no host of the fleet has this name", "`teimgr cluster status` lists the hosts"),
     "expect_fingerprint": _Hint(
         "no space of vectors is named like this; nothing was computed",
         "`teimgr show NAME` has the fingerprint: docs/how-to/spaces.md",

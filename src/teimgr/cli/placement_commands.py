@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from teimgr.cli.command import CommandOutput, DaemonOptions
-from teimgr.cli.failures import ExitStatus
+from teimgr.cli.failures import ExitStatus, UsageError
 from teimgr.cli.output import size, where
 from teimgr.errors import InvalidConfig
 
@@ -28,6 +28,8 @@ def plan(
 
     Exit status 6 where something does not fit.
     """
+    if apply and file is None:
+        raise UsageError("--apply needs FILE, which has the instances to create or start")
     found = server.rest.plan(None if file is None else instances_of(file), apply=apply)
     if output.as_json:
         output.value(found)

@@ -17,7 +17,7 @@ _HEAD = """# Command line
 <!-- Made by `python -m teimgr.cli.reference > docs/cli.md`; a test checks that it is up to date. -->
 
 Results go to stdout, everything else to stderr. On a terminal results are tables; in a pipe they are tab-separated
-columns without headings, for `cut` and `awk`; with `--json` they are JSON. Progress is shown on a terminal alone.
+columns without headings, for `cut` and `awk`; with `--json` they are JSON. Progress goes to stderr.
 `teimgr --install-completion` installs completion for bash, zsh or fish, names of instances included.
 
 A failure is up to three lines: what failed, `why:`, and `next:`, what to do about it; with `--json` an object `error`
