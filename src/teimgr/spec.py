@@ -356,6 +356,13 @@ class InstanceSpec:
     by_call: bool = _key(False, "a call had it made", in_rest=False, in_config=False, secret=True)
     by_key: str = _key("", "the badge of that call's key", in_rest=False, in_config=False, secret=True)
 
+    @property
+    def space_settings(self) -> str:
+        """What decides, with its model's files, in which space its vectors are; "" for the model's own settings."""
+        names = ("pooling", "revision", "kind", "trust_remote_code", "code_revision", "extra_args")
+        given = {name: value for name in names if (value := getattr(self, name))}
+        return json.dumps(given) if given else ""
+
 
 KEYS: Mapping[str, InstanceKey] = {item.name: item.metadata["key"] for item in fields(InstanceSpec)}
 """The declared keys of an instance, in the order of the state file."""
@@ -679,7 +686,7 @@ class RouteEntry:
     """Route of one instance. `endpoints` is empty unless `state` is running. An `on_demand` one is loaded by its calls.
 
     `serves` has the kind and the outputs of its model, empty until they are known; `default_for` the kinds of calls
-    that it gets if they name no instance.
+    that it gets if they name no instance; `space_settings` those of its settings that decide the space of its vectors.
     """
 
     name: str
@@ -691,6 +698,7 @@ class RouteEntry:
     serves: tuple[str, ...] = ()
     default_for: tuple[str, ...] = ()
     on_demand: bool = False
+    space_settings: str = ""
 
     @property
     def is_loadable(self) -> bool:
@@ -724,6 +732,8 @@ def _route_json(entry: RouteEntry) -> str:
     values = asdict(entry)
     if not entry.on_demand:
         del values["on_demand"]  # which a mux of an earlier version does not know
+    if not entry.space_settings:
+        del values["space_settings"]
     return json.dumps(values)
 
 

@@ -171,3 +171,26 @@ def test_what_is_refused_computes_nothing(daemon: DaemonProcess, channel: grpc.C
         calls(channel)["Embed"](((EXPECT_KEY, OTHER),))
     post(f"{daemon.api}/v1/embeddings", {"input": "fog", "model": "exact"}, **{EXPECT_KEY: OTHER})
     assert computed() == before
+
+
+def test_a_model_id_means_the_space_of_its_first_instance(daemon: DaemonProcess, channel: grpc.Channel) -> None:
+    first = json.load(urlopen(f"{daemon.api}/instances/exact"))
+    model_id, space = first["model_id"], first["model"]["space"]
+    pooling = "cls" if first["model"]["pooling"] != "cls" else "mean"
+    assert post(f"{daemon.api}/instances", {"name": "another", "model_id": model_id, "pooling": pooling})[0] == 201
+    try:
+        with daemon.client() as client:
+            client.wait_until_running("another", deadline_s=120)
+        own = json.load(urlopen(f"{daemon.api}/instances/another"))["model"]["space"]
+        assert own != space
+        by_id = multiplexer_pb2.EmbedRequest(target=multiplexer_pb2.Target(model_id=model_id), request=EMBED)
+        for _ in range(6):
+            for path in FIELDS:
+                status, headers, _ = post(daemon.api + path, BODIES[path] | {"model": model_id})
+                assert (status, headers[SPACE_KEY]) == (200, space), path
+            _, told = channel.unary_unary(MUX + "Embed").with_call(by_id.SerializeToString())
+            assert dict(told.initial_metadata())[SPACE_KEY] == space
+        _, headers, _ = post(f"{daemon.api}/v1/embeddings", {"input": "fog", "model": "another"})
+        assert headers[SPACE_KEY] == own
+    finally:
+        urlopen(Request(f"{daemon.api}/instances/another", method="DELETE"))

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import re
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,66 @@ def test_a_model_id_leads_to_any_running_instance_of_it() -> None:
     with fleet.lease(Target(model_id="m")) as first, fleet.lease(Target(model_id="m")) as second:
         assert {served_by(first), served_by(second)} == {"1", "3"}
         assert {first.instance, second.instance} == {"a", "c"}
+
+
+def in_space(name: str, space: str, *, settings: str = "", state: State = State.RUNNING, **more: bool) -> RouteEntry:
+    endpoints = (WorkerEndpoint(f"/nowhere/{name}", name, space=space),) if state is State.RUNNING else ()
+    return RouteEntry(name, "m", state, endpoints=endpoints, space_settings=settings, **more)
+
+
+def all_served_by(fleet: Router, covers: Callable[[str], bool] = lambda name: True) -> set[str]:
+    leases = [fleet.lease(Target(model_id="m"), covers) for _ in range(4)]
+    for lease in leases:
+        lease.__enter__()
+    return {served_by(lease) for lease in leases} | {name for lease in leases for name, _ in lease._candidates}
+
+
+def test_a_model_id_means_one_space_that_of_its_first_instance_that_runs() -> None:
+    fleet = router(
+        in_space("off", "z", state=State.STOPPED), in_space("b", "x"), in_space("a", "y"), in_space("c", "x")
+    )
+
+    assert all_served_by(fleet) == {"b", "c"}
+    assert all_served_by(fleet, lambda name: name in ("a", "off")) == {"a"}
+    assert served_by(fleet.lease(Target(instance_name="a"))) == "a"
+    fleet.apply("b", None)
+    assert all_served_by(fleet) == {"a"}
+    fleet.update(RoutingSnapshot((in_space("c", "x"), in_space("a", "y"))))
+    assert all_served_by(fleet) == {"c"}
+
+
+def test_a_restart_does_not_change_the_space_that_a_model_id_means() -> None:
+    fleet = router(in_space("a", "x"), in_space("b", "y", settings="cls"))
+    fleet.apply("a", in_space("a", "", state=State.STARTING))
+    with pytest.raises(Unavailable) as failure:
+        fleet.lease(Target(model_id="m"))
+    assert failure.value.message.startswith("Instance 'a' is not running (status: starting); other instances of")
+    fleet.apply("c", in_space("c", "x", settings="mean"))
+    assert all_served_by(fleet) == {"c"}
+    fleet.apply("a", in_space("a", "y"))  # as its revision is a branch, which has moved
+    assert all_served_by(fleet) == {"a", "b"}
+
+
+@pytest.mark.parametrize(("settings", "served"), [("", {"b"}), ("cls", None)])
+def test_a_space_that_is_not_known_yet_is_told_by_the_settings(settings: str, served: set[str] | None) -> None:
+    fleet = router(in_space("a", "", state=State.STARTING), in_space("b", "y", settings=settings))
+    if served is not None:
+        assert all_served_by(fleet) == served
+        return
+    with pytest.raises(Unavailable, match="'a' is not running"):
+        fleet.lease(Target(model_id="m"))
+    fleet.apply("a", in_space("a", "", state=State.FAILED))
+    assert all_served_by(fleet) == {"b"}
+
+
+def test_an_unloaded_model_is_loaded_for_its_space() -> None:
+    fleet = router(in_space("a", "x", on_demand=True), in_space("b", "y", settings="cls"), in_space("c", "x"))
+    fleet.apply("a", in_space("a", "", state=State.UNLOADED, on_demand=True))
+    assert all_served_by(fleet) == {"c"}
+    fleet.apply("c", None)
+    with pytest.raises(NotLoaded) as failure:
+        fleet.lease(Target(model_id="m"))
+    assert failure.value.instance == "a"
 
 
 @pytest.mark.parametrize(("names", "kind"), [(("m", "team-*"), ModelNotFound), (("m", "org-*"), NotLoaded)])

@@ -780,6 +780,7 @@ class ManagedInstance:
             endpoints=() if self._is_unloading else tuple(self._endpoints()),
             serves=self._serves or declared,
             on_demand=self._loads_on_demand,
+            space_settings=self.spec.space_settings,
         )
         self._directory.publish(entry)
 

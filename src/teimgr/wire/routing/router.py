@@ -43,6 +43,7 @@ _REFUSAL_SHARE = 0.1
 _MIN_RETRY_AFTER_S = 1.0
 # Names in an error's text, which clients bound.
 _MAX_NAMES = 20
+_OTHER_SPACES = "; other instances of the model have another space of vectors, and are called by their names"
 _UNSET = Target()
 
 
@@ -208,13 +209,29 @@ def not_loaded(entry: RouteEntry) -> NotLoaded:
 
 
 class _Instance:
-    """An entry of the directory with its replicas."""
+    """An entry of the directory with its replicas, and the spaces of these, or of the last ones with its settings."""
 
-    __slots__ = ("entry", "replicas")
+    __slots__ = ("entry", "replicas", "spaces")
 
-    def __init__(self, entry: RouteEntry, replicas: tuple[Replica, ...]) -> None:
+    def __init__(self, entry: RouteEntry, replicas: tuple[Replica, ...], before: _Instance | None = None) -> None:
         self.entry = entry
         self.replicas = replicas
+        self.spaces = {endpoint.space for endpoint in entry.endpoints} - {""}
+        if not self.spaces and before is not None and before.entry.space_settings == entry.space_settings:
+            self.spaces = before.spaces if before.entry.model_id == entry.model_id else set()
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether it runs, or is started or loaded for calls."""
+        return self.entry.state in (State.RUNNING, State.STARTING) or self.entry.is_loadable
+
+    def has_space_of(self, other: _Instance) -> bool:
+        """Whether the vectors of both, which have the same model id, can be compared; by their settings until both
+        spaces are known.
+        """
+        if self.spaces and other.spaces:
+            return self.spaces == other.spaces
+        return self.entry.space_settings == other.entry.space_settings
 
     def usable(self) -> list[Replica]:
         """The replicas that take calls.
@@ -275,20 +292,22 @@ class Router:
             self.apply(entry.name, entry)
         for entry in snapshot.entries:  # in the snapshot's order
             self._by_name[entry.name] = self._by_name.pop(entry.name)
+            of_model = self._by_model[entry.model_id]
+            of_model[entry.name] = of_model.pop(entry.name)
 
     def apply(self, name: str, entry: RouteEntry | None) -> None:
         """Route one instance by its new entry from now on; None removes it."""
         before = self._by_name.get(name)
         present = {replica.endpoint: replica for replica in before.replicas} if before else {}
         if before is not None and (entry is None or entry.model_id != before.entry.model_id):
-            self._by_model[before.entry.model_id].pop(name)
+            self._by_model[before.entry.model_id].pop(name, None)
             if not self._by_model[before.entry.model_id]:
                 del self._by_model[before.entry.model_id]
         if entry is None:
             self._by_name.pop(name, None)
             self._stats.pop(name, None)
         else:
-            self._by_name[name] = _Instance(entry, self._replicas(entry, present))
+            self._by_name[name] = _Instance(entry, self._replicas(entry, present), before)
             self._by_model[entry.model_id][name] = None
             for replica in self._by_name[name].replicas:
                 replica.reconnect_if_lost()  # the control plane still lists it
@@ -348,7 +367,8 @@ class Router:
     def lease(self, target: Target, covers: Callable[[str], bool] = lambda name: True) -> Lease:
         """Lease the replica with the fewest bytes under way, among those that the target allows.
 
-        A model's instances are considered only if `covers` accepts their name.
+        A model's instances are considered only if `covers` accepts their name, and if their vectors are of the space
+        that the model id means: that of the first of them, in the order of creation, that runs or is to run.
 
         Raises:
             InvalidInput: empty target.
@@ -371,22 +391,28 @@ class Router:
         return _least_busy([(instance.entry.name, replica) for replica in instance.usable()])
 
     def _lease_by_model(self, model_id: str, covers: Callable[[str], bool]) -> Lease:
+        allowed = [instance for instance in self._instances_of(model_id) if covers(instance.entry.name)]
+        meant = next((instance for instance in allowed if instance.may_serve), None)
+        fitting = [each for each in allowed if meant is None or each is meant or each.has_space_of(meant)]
         found = [
             (instance.entry.name, replica)
-            for instance in self._instances_of(model_id)
-            if instance.entry.state is State.RUNNING and covers(instance.entry.name)
+            for instance in fitting
+            if instance.entry.state is State.RUNNING
             for replica in instance.replicas
             if replica.usable
         ]
         if not found:
             known = self.of_model(model_id)
-            mine = [entry for entry in known if covers(entry.name)]
+            mine = [instance.entry for instance in fitting]
             for entry in mine:
                 if entry.asks_owner:
                     raise not_loaded(entry)
             for entry in mine:
                 if isinstance(error := self.problem(entry.name), Returning):
                     raise error
+            if meant is not None and len(fitting) < len(allowed) and (error := self.problem(meant.entry.name)):
+                error.reword(error.message + _OTHER_SPACES)
+                raise error
             # Where other keys alone have an instance of the model, no second one is made.
             if (mine or not known) and covers(model_id) and self.may_load(model_id):
                 raise NotLoaded(f"No instance of model '{model_id}' is loaded", model_id)
