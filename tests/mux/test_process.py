@@ -685,10 +685,34 @@ async def test_a_refused_list_of_names_has_the_error_code_in_its_trailers(keyed:
     assert dict(refused.value.trailing_metadata())[CODE_KEY] == "UNAUTHENTICATED"
 
 
+@pytest.mark.parametrize("key", [None, "unknown", ONLY_A, ASKER, READER])
+async def test_the_health_of_instances_is_told_to_keys_that_cover_them(
+    keyed: Control, channel: Any, key: str | None
+) -> None:
+    health, metadata = health_pb2_grpc.HealthStub(channel), bearer(key) if key else ()
+    status = health_pb2.HealthCheckResponse
+    shown = {"": True, SERVICE.full_name: True, "zz": False}
+    shown |= {"a": key in (ONLY_A, ASKER, READER), "b": key in (ASKER, READER)}
+    for name, is_shown in shown.items():
+        asked = health_pb2.HealthCheckRequest(service=name)
+        watch = health.Watch(asked, metadata=metadata)
+        assert (await watch.read()).status == (status.SERVING if is_shown else status.SERVICE_UNKNOWN), name
+        watch.cancel()
+        if is_shown:
+            assert (await health.Check(asked, metadata=metadata)).status == status.SERVING
+            continue
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health.Check(asked, metadata=metadata)
+        assert (caught.value.code(), caught.value.details()) == (
+            grpc.StatusCode.NOT_FOUND,
+            f"Unknown service '{name}'",
+        )
+
+
 async def test_health_and_reflection_are_open_but_a_list_of_names_is_not(keyed: Control, channel: Any) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     serving = health_pb2.HealthCheckResponse.SERVING
-    assert (await health.Check(health_pb2.HealthCheckRequest(service="b"))).status == serving
+    assert (await health.Check(health_pb2.HealthCheckRequest())).status == serving
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await health.List(health_pb2.HealthListRequest())
     assert caught.value.code() is UNAUTHENTICATED

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
 
-from teimgr.errors import InvalidInput, TeimgrError
+from teimgr.errors import InvalidInput, TeimgrError, Unauthenticated
 from teimgr.http.auth.policy import CertificateNames, PolicyInForce, Right, authenticate_call
 from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.spec import RouteEntry, State
@@ -19,6 +19,7 @@ from teimgr.wire.grpc_core.rpc_table import FILES
 from teimgr.wire.status import INTERNAL, NOT_FOUND, UNIMPLEMENTED, GrpcStatus
 
 log = logging.getLogger(__name__)
+_NO_INSTANCE = "\0"
 
 
 class MuxHealth(HealthService):
@@ -49,6 +50,10 @@ class MuxHealth(HealthService):
     def status_of(self, service: str) -> int | None:
         return self._statuses.get(service)
 
+    def is_public(self, service: str) -> bool:
+        """Whether it is "" or one of `services`, and not an instance."""
+        return service in self._services
+
     def statuses(self, covers: Callable[[str], bool]) -> dict[str, int]:
         """The status of every service, and of the instances for which `covers` is true."""
         return {name: each for name, each in self._statuses.items() if name in self._services or covers(name)}
@@ -57,8 +62,8 @@ class MuxHealth(HealthService):
 class StandardServices:
     """grpc.health.v1 and grpc.reflection; every other path is unimplemented.
 
-    Check and Watch need no key, as /health does: monitors send none, and already have the name they ask for. List shows
-    all names, so it requires the right to read by `policy`.
+    Check and Watch of "" and of the services need no key, as /health does. Instances that the caller's key does not
+    cover are unknown services: names could be guessed and watched. List requires the right to read by `policy`.
     """
 
     def __init__(self, policy: PolicyInForce, health: MuxHealth) -> None:
@@ -102,7 +107,9 @@ class StandardServices:
 
     async def _check(self, call: RpcStream, certificate: CertificateNames) -> None:
         request = await self._message(call, HealthCheckRequest)
-        status: Any = self._health.status_of(request.service)
+        status: Any = None
+        if self._may_ask(request.service, call, certificate):
+            status = self._health.status_of(request.service)
         if status is None:
             raise RpcStatusError(NOT_FOUND, f"Unknown service '{request.service[:200]}'")
         await call.send(HealthCheckResponse(status=status).SerializeToString())
@@ -120,7 +127,16 @@ class StandardServices:
             await call.send(response.SerializeToString())
 
         request = await self._message(call, HealthCheckRequest)
-        await self._health.watch(request.service, send)
+        may_ask = self._may_ask(request.service, call, certificate)
+        await self._health.watch(request.service if may_ask else _NO_INSTANCE, send)
+
+    def _may_ask(self, service: str, call: RpcStream, certificate: CertificateNames) -> bool:
+        if self._health.is_public(service):
+            return True
+        try:
+            return authenticate_call(self._policy.now, certificate, call.metadata).covers(service)
+        except Unauthenticated:
+            return False
 
     async def _reflect(self, call: RpcStream, certificate: CertificateNames) -> None:
         await self._calls.reflect(call, self._reflection)
