@@ -378,6 +378,23 @@ def test_charts_have_points(page: Any, daemon: DaemonProcess) -> None:
     expect(page.locator("[data-latest=memory]")).to_contain_text("MiB")
 
 
+def test_the_minutes_before_a_page_is_opened_are_in_its_first_chart(page: Any, daemon: DaemonProcess) -> None:
+    """Samples of an unwatched daemon are coarse; the page joins them with the fine ones it receives."""
+    page.goto("/ui/instances/embedding")
+    joined, gaps = page.evaluate(
+        """async () => {
+            const url = performance.getEntriesByType("resource").find(({ name }) => /format[^/]*\\.js/.test(name)).name;
+            const { gapped, joined } = await import(url);
+            const coarse = [0, 15, 30, 45, 60, 75].map((time) => [time, 1]);
+            const fine = [32, 34, 45, 75, 77].map((time) => [time, 2]);
+            const all = joined(fine, coarse);
+            return [all, gapped(all, 45).length - all.length];
+        }"""
+    )
+    assert joined == [[0, 1], [15, 1], [30, 1], [32, 2], [34, 2], [45, 2], [60, 1], [75, 2], [77, 2]]
+    assert gaps == 0
+
+
 def test_a_key_that_reads_is_offered_nothing_else(viewer: Any) -> None:
     viewer.goto("/ui/instances/embedding")
     assert viewer.locator("[data-action]").count() == 0

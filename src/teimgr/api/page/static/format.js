@@ -54,6 +54,12 @@ export function spark(values, top) {
   return path;
 }
 
+/** The fine points in time, and between them the coarse ones of times when no page was open. */
+export function joined(fine, coarse) {
+  const times = new Set(fine.map(([time]) => time));
+  return [...coarse.filter(([time]) => !times.has(time)), ...fine].sort(([one], [other]) => one - other);
+}
+
 /** The points with an empty one wherever they are further apart than `most` seconds: lines have a gap there. */
 export function gapped(points, most) {
   return points.flatMap((point, at) => (at && point[0] - points[at - 1][0] > most ? [[(point[0] + points[at - 1][0]) / 2], point] : [point]));

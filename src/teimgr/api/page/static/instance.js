@@ -1,6 +1,6 @@
 // One instance: live charts, life line, log, settings, actions.
 import { $, $$, api, ask, attempt, copy, element, follow, instancePath, json, prefix, setState, toast } from "./page.js";
-import { clock, duration, gapped, milliseconds, moment, NOTHING, number, size } from "./format.js";
+import { clock, duration, gapped, joined, milliseconds, moment, NOTHING, number, size } from "./format.js";
 import { clearFaults, fieldsOf, showFaults, textOf, valueOf } from "./forms.js";
 
 const name = $("#instance").dataset.name;
@@ -21,7 +21,7 @@ const CHARTS = {
 const points = { fine: [], coarse: [] };
 const KEPT = { fine: 150, coarse: 240 };
 const SPAN_S = { fine: 300, coarse: 3600 };
-const GAP_S = { fine: 10, coarse: 45 };  // some times the pace of the samples
+const GAP_S = 45;  // some times the pace of the samples while no page is open
 const span = () => $("input[name=span]:checked").value;
 const charts = new Map();
 
@@ -37,7 +37,7 @@ function colour(variable) {
 const BINARY = Array.from({ length: 24 }, (_, power) => 2 ** (power + 20));
 
 let shown = [];
-const choose = () => { shown = gapped(points[span()], GAP_S[span()]); };
+const choose = () => { shown = gapped(span() === "fine" ? joined(points.fine, points.coarse) : points.coarse, GAP_S); };
 
 function dataOf({ columns }) {
   return [shown.map((point) => point[0]), ...columns.map((column) => shown.map((point) => point[column] ?? null))];
