@@ -140,9 +140,9 @@ class Asked(WorkerCall):
         return error.code
 
 
-def dispatching(engine: FakeEngine, calls: int = 2) -> Dispatcher:
-    """A dispatcher that admits 5 × `calls`, with a result budget of 8 × 64 KiB."""
-    limits = {"max_concurrent_requests": calls, "max_waiting": 4 * calls, "max_message_bytes": 1 << 16}
+def dispatching(engine: FakeEngine, calls: int = 2, message_bytes: int = 1 << 16) -> Dispatcher:
+    """A dispatcher that admits 5 × `calls`, with a result budget of 8 × `message_bytes`."""
+    limits = {"max_concurrent_requests": calls, "max_waiting": 4 * calls, "max_message_bytes": message_bytes}
     spec = WorkerSpec(name="i", model_id="m", port=1, **limits)
     dispatcher = Dispatcher(spec)
     dispatcher.attach(cast(Engine, engine))

@@ -40,6 +40,7 @@ from tests.support.worker_process import Answer, Connect, WorkerLink, WorkerProc
 from tests.worker.test_dispatcher import FakeEngine, dispatching
 
 from teimgr.engine.engine import Engine
+from teimgr.engine.job import Lane
 from teimgr.errors import Code, TeimgrError
 from teimgr.spec import MAX_TEXT_BYTES, Kind, WorkerSpec
 from teimgr.wire.frames import Flag, HttpRequest, Method, Timings, request_head
@@ -562,6 +563,35 @@ async def test_the_largest_message_of_a_method_holds_the_loop_for_no_20_ms(
 
     assert max(held) < 0.02
     assert [error.code for error in call.errors] in ([], [Code.INTERNAL_ERROR]), call.errors  # without a tokenizer
+
+
+async def test_a_large_http_frame_waits_for_as_long_as_a_small_one_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `max_queue_wait_secs` in the lane of its inputs; the gateway's limit is not a deadline of its caller."""
+    engine = FakeEngine()
+    dispatcher = dispatching(engine, calls=100, message_bytes=1 << 24)
+    most_s = dispatcher.spec.max_queue_wait_secs
+    waits = dict.fromkeys(Lane, most_s - 0.5)
+    monkeypatch.setattr(engine, "expected_s", lambda lane, jobs=(), share=None: waits[lane])
+    frame = http_frame('","'.join(["x" * 10_000] * 32)).replace(b'"inputs":', b'"inputs":[').replace(b'","t', b'"],"t')
+    assert len(frame) > _LARGE
+    posted: list[_Recorded] = []
+
+    async def post(limit_s: float) -> _Recorded:
+        posted.append(call := _Recorded(Method.HTTP, frame, Flag.NONE, time.monotonic() + limit_s))
+        methods.handle(dispatcher, call)
+        await eventually(lambda: len(engine.jobs) == len(posted) or call.errors or call.replies)
+        return call
+
+    for _ in range(9):
+        assert not (await post(most_s)).errors
+    assert {job.lane for job in engine.jobs} == {Lane.BULK}
+    waits |= {Lane.INTERACTIVE: 0.0, Lane.BULK: most_s + 0.5}
+    assert [error.code for error in (await post(100 * most_s)).errors] == [Code.OVERLOADED]
+    for call in posted:
+        dispatcher.cancel(call)
+    await dispatcher.drained(60)
+    assert dispatcher.calls == 0
+    dispatcher.close()
 
 
 async def test_what_a_large_http_frame_holds_is_released_whatever_becomes_of_it() -> None:

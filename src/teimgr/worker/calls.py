@@ -191,6 +191,8 @@ class MethodCall(WorkerCall):
         may_wait = bool(flags & Flag.WAIT) or method in _ALWAYS_WAITING
         streamed = may_wait and method not in _WAITING_REQUESTS
         super().__init__(len(payload), lane, deadline, may_wait=may_wait, streamed=streamed)
+        if method == Method.HTTP:
+            self.has_deadline = False  # HTTP has none: `deadline` is the gateway's limit
         self.method = method
         self.payload = payload
         self._parsed: Message | None = None

@@ -159,7 +159,7 @@ class Dispatcher:
         """
         if call in self._call_limiter:
             try:
-                self._check_wait(call, jobs)
+                self._check_wait(call, jobs, self._patience_s(call))  # again: its lane is known by now
                 proceed()
             except Exception as error:
                 self._fail(call, error)
@@ -169,8 +169,7 @@ class Dispatcher:
         try:
             if self._closed:
                 raise Unavailable(f"Instance '{self.spec.name}' is stopping")
-            is_patient = call.has_deadline or call.may_wait or len(self._call_limiter) < _PATIENT_CALLS
-            self._check_wait(call, jobs, None if is_patient else self.spec.max_queue_wait_secs or None)
+            self._check_wait(call, jobs, self._patience_s(call))
             self._call_limiter.enter(call, call.size_bytes, proceed, call.may_wait)
         except TeimgrError as error:
             if isinstance(error, Overloaded) and error.retry_after_s is None and self._engine is not None:
@@ -180,6 +179,11 @@ class Dispatcher:
             self._interactive.leave(call)
             call.fail(error)
             self._check_idle()
+
+    def _patience_s(self, call: WorkerCall) -> float | None:
+        """How long a call may wait by the limit for those without a deadline; None: as long as it takes."""
+        is_patient = call.has_deadline or call.may_wait or len(self._call_limiter) < _PATIENT_CALLS
+        return None if is_patient else self.spec.max_queue_wait_secs or None
 
     def _check_wait(self, call: WorkerCall, jobs: Sequence[Job], most_s: float | None = None) -> None:
         """Refuse a call that would be answered too late, or before which too many tokens wait.

@@ -234,9 +234,9 @@ class NotOfRoute(BadRequest):
 
 
 def _check_media(kind: type[Body], value: Any) -> None:
-    if not isinstance(value, dict) or _MEDIA.isdisjoint(value):
+    if not isinstance(value, dict) or value.keys().isdisjoint(_MEDIA):  # looks these up, however many keys there are
         return
-    for name in sorted(_MEDIA & value.keys() - kind.model_fields.keys()):
+    for name in sorted((value.keys() & _MEDIA) - kind.model_fields.keys()):
         if value[name] not in (None, "", [], {}):
             message = (
                 f"{name}: this route does not read it; /v1/embeddings takes images and sounds, and /v1/rerank images"
