@@ -384,6 +384,7 @@ class Succession:
 
     def _start_again(self) -> NoReturn:
         """Replace this program by its own command line, which adopts the workers and muxes that were left."""
+        _end(self._child)  # its ports are free then, and the next program has no child that it does not know
         environ = {**os.environ, **self._environ}
         if self._parent is not None:
             self._parent.set_inheritable(True)

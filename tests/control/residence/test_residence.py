@@ -444,6 +444,17 @@ async def test_a_call_for_a_model_that_does_not_exist_is_told_so_and_has_it_trie
             assert refused.value.message == "no such model"
         assert (owner.loads, owner.given_up) == (["made"], [])
 
+        # One that is tried again by itself keeps its pauses, which grow.
+        for failed, refusal in ((("a full disk", 600.0), FailedToLoad), (("no such model", None), ModelNotFound)):
+            owner.failed["made"], owner.failed_code = failed, None if failed[1] else Code.MODEL_NOT_FOUND
+            owner.publish("made", State.STARTING)
+            owner.publish("made", State.FAILED)
+            for seconds in (60.0, 0.0) if failed[1] else (60.0,):
+                monkeypatch.setattr(module, "REFUSED_S", seconds)
+                with pytest.raises(refusal, match=failed[0]):
+                    await call(residence, "made")
+        assert owner.given_up == []
+
         monkeypatch.setattr(module, "REFUSED_S", 0.0)
         waiting = asyncio.create_task(call(residence, "made"))
         await eventually(lambda: owner.loads == ["made", "made"])

@@ -112,6 +112,8 @@ def test_a_model_that_was_refused_is_refused_again_for_a_while_in_a_bounded_tabl
             tries.check(f"org/{number}", "one", number + REFUSED_S - 0.1)
     tries.check("org/0", "one", 2.0)
     tries.check("org/2", "one", 2 + REFUSED_S)
+    tries.loaded("org/1")  # for an operator, who has put it on this host
+    tries.check("org/1", "one", 2.0)
 
 
 def test_a_key_has_so_many_models_tried_that_were_not_loaded() -> None:

@@ -99,7 +99,8 @@ class Tries:
         self._begun.setdefault(key, {})[model_id] = now
 
     def loaded(self, model_id: str) -> None:
-        """A model was loaded: it does not count among the tries."""
+        """A model was loaded: it does not count among the tries, and can be loaded."""
+        self._refused.pop(model_id, None)
         for begun in self._begun.values():
             begun.pop(model_id, None)
 
