@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import subprocess
 import sys
@@ -52,6 +53,16 @@ def test_an_output_that_cannot_be_written_is_a_failure_in_words(line: str) -> No
     assert "the output cannot be written: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_an_error_of_a_socket_is_not_taken_for_one_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with pytest.raises(typer.Exit) as end:
+        runnable(command)()
+    assert end.value.exit_code == 1
+    assert capsys.readouterr().err == "teimgr: Too many open files\n"
 
 
 def _list(server: DaemonOptions) -> None:

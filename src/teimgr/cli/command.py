@@ -6,6 +6,7 @@ connection, one annotated `CommandOutput` becomes `--json`; `options_of` makes t
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import json
@@ -30,6 +31,7 @@ from teimgr.files import failure_of
 
 CONNECTION_PANEL = "Connection"
 _TIMEOUT_S = 60.0
+_OF_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of a file that is written, not of a socket
 _API_KEY = VARIABLES["api_key"]
 
 
@@ -239,8 +241,9 @@ def _drop_output() -> None:
 
 def _of_disk(error: OSError) -> CommandFailure:
     """The failure of a command that could not read or write."""
-    what = failure_of(error) if error.filename else f"the output cannot be written: {error.strerror or error}"
-    return CommandFailure(what, "", "", "IO")
+    what = failure_of(error) if error.filename else error.strerror or str(error) or type(error).__name__
+    of_output = not error.filename and error.errno in _OF_WRITES
+    return CommandFailure(f"the output cannot be written: {what}" if of_output else what, "", "", "IO")
 
 
 def _misread(server: DaemonOptions, error: Exception) -> CommandFailure:
