@@ -198,6 +198,13 @@ def test_a_kept_value_that_no_type_holds_is_named_with_its_rows(tmp_path: Path) 
         list(open_source(file).batches(0, 500))
 
 
+def test_half_of_a_surrogate_pair_in_a_kept_column_is_named_with_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"id": "a", "text": "a"}\n{"id": "\\ud800", "text": "a"}\n')
+    with pytest.raises(InvalidConfig, match="rows 0 to 1: 'id' is not always string: .*surrogates.*without it: --keep"):
+        list(open_source(file).batches(0, 500))
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
 def test_a_byte_order_mark_is_not_of_the_text(name: str, tmp_path: Path) -> None:
     contents = {

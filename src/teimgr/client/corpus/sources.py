@@ -462,7 +462,7 @@ def _text_of(row: dict[str, Any] | None, column: str, fault: str | None) -> tupl
 def _type_of(values: list[Any]) -> pa.DataType:
     try:
         return pa.array(values).type
-    except (pa.ArrowException, OverflowError):
+    except (ValueError, pa.ArrowException, OverflowError):  # ValueError: half of a surrogate pair
         return pa.utf8()
 
 
@@ -485,7 +485,7 @@ def _typed(path: Path, first_row: int, field: pa.Field, values: list[Any]) -> An
         values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
     try:
         return pa.array(values, field.type)
-    except (pa.ArrowException, TypeError, OverflowError) as error:
+    except (ValueError, pa.ArrowException, TypeError, OverflowError) as error:
         place = f"rows {first_row} to {first_row + len(values) - 1}"
         raise InvalidConfig(
             f"{path}: {place}: {field.name!r} is not always {field.type}: {error}; run without it: --keep"
