@@ -98,9 +98,7 @@ def load_module(layout: Layout, device: torch.device) -> Any:
         module, report = _read(layout, kind, config, options, weights)
         if (weights := _unwrapped(layout, report)) is not None:
             module, report = _read(layout, kind, config, options, weights)
-    except (
-        Exception
-    ) as error:  # any exception, of the library or of the model's own code; another attempt would fail too
+    except Exception as error:  # any, of the library or the model's own code; another attempt would fail too
         if gpu.is_out_of_memory(error):
             raise
         broken = broken_file(layout.weights_dir)

@@ -48,8 +48,8 @@ _WORDPIECE_ENCODE: list[Any] = [
     *(_POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, ctypes.c_int32, _POINTER, _NUMBER, _POINTER)
 ]
 _NO_PALETTE = -1  # of `tiles_refusal` of library.h
-# Of `struct_size` of validity.c, in its order.
 _here = threading.local()  # `serve`, of a thread of both lanes within a bulk batch
+# Of `struct_size` of validity.c, in its order.
 _STRUCTS = ("attention", "slot", "step", "program", "forward")
 
 
