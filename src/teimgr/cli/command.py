@@ -31,7 +31,7 @@ from teimgr.files import failure_of
 
 CONNECTION_PANEL = "Connection"
 _TIMEOUT_S = 60.0
-_OF_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # errors of a file that is written, not of a socket
+_OF_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # of files, not of sockets
 _API_KEY = VARIABLES["api_key"]
 
 

@@ -66,7 +66,7 @@ async def steps(fleet: Busy, scaler: Autoscaler, count: int) -> None:
     """Readings a tenth of a millisecond apart: with the loop's own clock the rates would be those of a busy host."""
     loop = asyncio.get_running_loop()
     for _ in range(count):
-        with mock.patch.object(loop, "time", lambda: fleet.time_s):
+        with mock.patch.object(loop, "time", return_value=fleet.time_s):
             await scaler.step()
         fleet.time_s += 1e-4
 

@@ -198,8 +198,11 @@ class PartialOutput:
         Raises:
             InvalidConfig: the columns are not those of the rows before, or the disk refused; what was done stays.
         """
-        if self._done.data_bytes and batch.schema != self._schema:
-            raise self._damaged(f"its columns are {self._schema}, and those to add {batch.schema}")
+        if self._done.data_bytes and self._schema is not None and batch.schema != self._schema:
+            of_rows, to_add = (
+                ", ".join(f"{each.name}: {each.type}" for each in one) for one in (self._schema, batch.schema)
+            )
+            raise self._damaged(f"its columns are {of_rows}, and those to add {to_add}")
         self._schema = batch.schema
         lines = [json.dumps(failure, ensure_ascii=False).encode() + b"\n" for failure in failures]
         done = self._done
