@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from google.protobuf.message import Message
 from hypothesis import given
@@ -40,14 +41,17 @@ from tests.support.worker_process import Answer, Connect, WorkerLink, WorkerProc
 from tests.worker.test_dispatcher import FakeEngine, dispatching
 
 from teimgr.engine.engine import Engine
-from teimgr.engine.job import Lane
+from teimgr.engine.job import InferOptions, Lane
+from teimgr.engine.text.tokenizer import TokenSpan
 from teimgr.errors import Code, TeimgrError
+from teimgr.observability.memory import young_collections_alone
 from teimgr.spec import MAX_TEXT_BYTES, Kind, WorkerSpec
 from teimgr.wire.frames import Flag, HttpRequest, Method, Timings, request_head
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2, frames_pb2
 from teimgr.worker import calls, methods
+from teimgr.worker.arrow_calls import with_placeholder_results
 from teimgr.worker.calls import CallReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.methods import embed_all_response, embed_response, embed_sparse_response
@@ -521,27 +525,74 @@ async def test_large_messages_that_wait_for_a_thread_are_within_the_bounds_of_th
 
 
 _EMOJI = "\U0001f600" * (MAX_TEXT_BYTES // 4)
+_PAIR_TEXTS = {"text": [f"{number:>200}" for number in range(90_000)], "text_pair": ["b" * 100] * 90_000}
+
+
+def _pairs_message(count: int) -> bytes:
+    """Of `RerankStream`: each with its own query, and four sets of options."""
+    return stream(
+        *(message(f"{n:>200}", f"{n:>150}", truncate=n % 2 > 0, truncation_direction=n // 2 % 2) for n in range(count))
+    )
+
+
+def _table(kind: Callable[..., Message], columns: Mapping[str, list[Any]], **options: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    batch = pa.record_batch(columns)
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return kind(arrow_ipc=sink.getvalue().to_pybytes(), **options).SerializeToString()
+
+
+_SPARSE_TABLE = multiplexer_pb2.EmbedSparseArrowRequest
 LARGEST: Mapping[str, tuple[Method, Callable[[], bytes]]] = {
     "Embed": (Method.EMBED, lambda: embed(_EMOJI)),
     "EmbedSparse": (Method.EMBED_SPARSE, lambda: sparse(_EMOJI)),
     "EmbedAll": (Method.EMBED_ALL, lambda: every(_EMOJI)),
     "Predict": (Method.PREDICT, lambda: predict(_EMOJI)),
     "PredictPair": (Method.PREDICT_PAIR, lambda: pair(_EMOJI, _EMOJI)),
+    "Rerank of many texts": (Method.RERANK, lambda: rerank(*["b" * 600] * 60_000, query="a", return_text=True)),
     "Rerank of long texts": (Method.RERANK, lambda: rerank(*[_EMOJI] * 4, query="a")),
+    "RerankStream": (Method.RERANK_STREAM, lambda: _pairs_message(60_000)),
+    "Info": (Method.INFO, lambda: bytes(2**25)),
     "Tokenize": (Method.TOKENIZE, lambda: tei_pb2.EncodeRequest(inputs=_EMOJI).SerializeToString()),
     "Decode": (Method.DECODE, lambda: tei_pb2.DecodeRequest(ids=[1] * 260_000).SerializeToString()),
     "EmbedArrow": (Method.EMBED_ARROW, lambda: arrow(["\U0001f600" * 150] * 50_000)),
+    "EmbedSparseArrow": (Method.EMBED_SPARSE_ARROW, lambda: _table(_SPARSE_TABLE, {"text": ["b" * 300] * 90_000})),
+    "EmbedSparseArrow, noop": (
+        Method.EMBED_SPARSE_ARROW,
+        lambda: _table(_SPARSE_TABLE, {"text": ["b" * 300] * 90_000}, noop=True),
+    ),
+    "InferArrow, pairs": (
+        Method.INFER_ARROW,
+        lambda: _table(arrow_pb2.ArrowRequest, _PAIR_TEXTS, input=arrow_pb2.INPUT_PAIR),
+    ),
     "HTTP": (Method.HTTP, lambda: http_frame(_EMOJI)),
 }
 
 
-@pytest.mark.parametrize("name", LARGEST)
-async def test_the_largest_message_of_a_method_holds_the_loop_for_no_20_ms(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the processor time of each callback, so that other processes do not count."""
-    engine, held, run = FakeEngine(), [0.0], asyncio.Handle._run
-    engine.info = replace(engine.info, kind=Kind.RERANKER)
+class _Tokenizing(FakeEngine):
+    """An engine of reranking that answers `Tokenize` and `Decode` with as much as a reply may have."""
+
+    info = replace(FakeEngine.info, kind=Kind.RERANKER, labels=("a",))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenizer = self
+
+    def check(self, options: InferOptions) -> None:
+        pass
+
+    def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[TokenSpan]:
+        return [TokenSpan(n, f"word{n}", False, n, n + 1) for n in range(300_000)]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "\U0001f600" * (9 * 2**20)
+
+
+async def _most_held(name: str, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Processor time of the longest callback of the loop, from the arrival of a message until its answer: without that
+    of other processes, and of the collector, which would look at all that the tests hold."""
+    engine, held, run = _Tokenizing(), [0.0], asyncio.Handle._run
     dispatcher = Dispatcher(WorkerSpec(name="i", model_id="m", port=1, max_client_batch_size=2**16))
     dispatcher.attach(cast(Engine, engine))
     method, make = LARGEST[name]
@@ -552,17 +603,40 @@ async def test_the_largest_message_of_a_method_holds_the_loop_for_no_20_ms(
         run(handle)
         held.append(time.thread_time() - began)
 
-    monkeypatch.setattr(asyncio.Handle, "_run", timed)
-    began = time.thread_time()
-    methods.handle(dispatcher, call)
-    held.append(time.thread_time() - began)
-    await eventually(lambda: engine.jobs or call.errors or call.replies)
-    dispatcher.cancel(call)
-    await dispatcher.drained(60)
-    dispatcher.close()
+    def finish() -> None:
+        """As an engine does, on its thread."""
+        for job in engine.jobs:
+            with_placeholder_results(engine.info, job)
+            job.tokens_of = [np.zeros((8192, 32), np.float32)]
+        dispatcher.deliver(engine.jobs)
+        engine.jobs = []
 
-    assert max(held) < 0.02
-    assert [error.code for error in call.errors] in ([], [Code.INTERNAL_ERROR]), call.errors  # without a tokenizer
+    with monkeypatch.context() as patched, young_collections_alone():
+        patched.setattr(asyncio.Handle, "_run", timed)
+        began = time.thread_time()
+        methods.handle(dispatcher, call)
+        held.append(time.thread_time() - began)
+        await eventually(lambda: engine.started or call.errors or call.replies, 120)
+        if engine.jobs:
+            await asyncio.to_thread(finish)
+        await dispatcher.drained(120)
+        dispatcher.close()
+
+    assert call.errors == ()
+    assert call.replies
+    return max(held)
+
+
+@pytest.mark.parametrize("name", LARGEST)
+async def test_the_largest_message_of_a_method_holds_the_loop_for_no_20_ms(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least of three tries: a busy machine makes each step of the processor slower."""
+    tries = list[float]()
+    while len(tries) < 3 and (not tries or min(tries) >= 0.02):
+        tries.append(await _most_held(name, monkeypatch))
+
+    assert min(tries) < 0.02, tries
 
 
 async def test_a_large_http_frame_waits_for_as_long_as_a_small_one_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple, Protocol, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,8 +210,9 @@ class Job:
     `share` is whose it is, `tenant` the number of whom the call is of: 0 for none, negative for the engine itself.
     `account` is charged before the job's rows are queued; if it refuses, the job is delivered with `refused` alone.
     `cut_to` are the dimensions that dense vectors are cut to, None for all; with `is_rounded` they become the integers
-    of the model. `chars` counts ids where an input is given as ids. The three times are means over the served rows:
-    from submission to queue, from queue to the start of the batch, and the duration of the batch the row rode in.
+    of the model. `chars` counts ids where an input is given as ids; the job counts where it is not given. The three
+    times are means over the served rows: from submission to queue, from queue to the start of the batch, and the
+    duration of the batch the row rode in.
     """
 
     inputs: Sequence[Input]
@@ -220,6 +221,7 @@ class Job:
     deadline: float | None = None
     context: object = None
     tenant: int = 0
+    chars: int = -1
     share: Share = field(default=EQUAL, init=False)
     account: Account | None = field(default=None, init=False)
     refused: TeimgrError | None = field(default=None, init=False)
@@ -233,7 +235,6 @@ class Job:
     is_rounded: bool = field(default=False, init=False)
     errors: dict[int, TeimgrError] = field(default_factory=dict, init=False)
     remaining: int = field(init=False)
-    chars: int = field(init=False)
     tokens: int = field(default=0, init=False)
     submitted_ns: int = field(default=0, init=False)
     tokenization_ns: int = field(default=0, init=False)
@@ -243,7 +244,8 @@ class Job:
     def __post_init__(self) -> None:
         self.vectors = self.scores = np.zeros((len(self.inputs), 0), dtype=np.float32)
         self.remaining = len(self.inputs)
-        self.chars = total_characters(self.inputs)
+        if self.chars < 0:
+            self.chars = total_characters(self.inputs)
 
     def allocate_results(self, dimension: int, labels: int, *, is_cut: bool = False, is_rounded: bool = False) -> None:
         """Allocate the results that `options` request; `dimension` is that of dense vectors by default, to which they
@@ -328,6 +330,9 @@ class Job:
         self.inference_ns //= served
 
 
+_NOT_SIZED = frozenset({Pair, ContentPair, type(None)})
+
+
 def characters(item: Input) -> int:
     """The number of characters of an input, or of ids; 0 for null."""
     if type(item) is str:  # at once, as thousands of a request are
@@ -355,9 +360,11 @@ def are_texts(inputs: Sequence[object]) -> TypeGuard[list[str]]:
 
 def total_characters(inputs: Sequence[Input]) -> int:
     """The characters of all inputs together, as by `characters`."""
-    if are_texts(inputs):
-        return sum(map(len, inputs))
-    return inputs.characters if isinstance(inputs, (TextColumn, SharedTexts)) else sum(map(characters, inputs))
+    if isinstance(inputs, (TextColumn, SharedTexts)):
+        return inputs.characters
+    if _NOT_SIZED.isdisjoint(map(type, inputs)):  # as most: then C looks at each
+        return sum(map(len, cast(Sequence[str], inputs)))
+    return sum(map(characters, inputs))
 
 
 # By kind of model or for any (None): the message of an output that a model lacks.

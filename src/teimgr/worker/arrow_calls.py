@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from teimgr.engine.job import Content, InferOptions, Input, Job, Lane, Output, Pair, SparseRow, total_characters
+from teimgr.engine.job import Content, InferOptions, Input, Job, Lane, Output, Pair, SparseRow
 from teimgr.errors import InvalidInput, TeimgrError, TooLarge
 from teimgr.spec import Kind, LoadedModel
 from teimgr.wire import arrow_tables as tables
@@ -35,6 +35,8 @@ from teimgr.worker.calls import (
     DeferredReply,
     MethodCall,
     Part,
+    counted,
+    job_of,
     max_token_bytes,
     number_count,
     optional,
@@ -236,10 +238,9 @@ def _serve_table(
     """Admit the call, read its table on a codec thread, run the model unless `noop`, and write the reply."""
     call.note_output_dtype(_DTYPE_NAMES.get(form.dense, form.dense.value))
 
-    def read_counted(limits: _Limits) -> ReadTable:
+    def read_counted(limits: _Limits) -> tuple[ReadTable, Part]:
         table = read(_aligned(ipc), limits)
-        total_characters(table.inputs)  # a column keeps the number: on the loop it would take milliseconds
-        return table
+        return table, counted(table.inputs, options)
 
     async def run() -> None:
         dispatcher.engine.check(options)  # before the table is read, and for `noop`, which the engine never sees
@@ -249,7 +250,8 @@ def _serve_table(
         await dispatcher.reserve(call, size)
         takes_files = any(kind.value in dispatcher.engine.info.modalities for kind in FILES)
         is_small = size <= _SMALL_TABLE_BYTES and not takes_files
-        table = read_counted(limits) if is_small else await dispatcher.read_off_loop(call, read_counted, limits)
+        reading = partial(read_counted, limits)
+        table, part = reading() if is_small else await dispatcher.read_off_loop(call, reading)
 
         def encode(job: Job) -> CallReply:
             limits.go_on()
@@ -258,17 +260,18 @@ def _serve_table(
             limits.check_reply(len(reply))
             return CallReply(reply)
 
+        def encode_placeholders(part: Part) -> CallReply:
+            return encode(with_placeholder_results(dispatcher.engine.info, job_of([part], Lane.BULK)))
+
         def encode_off_finisher(job: Job) -> CallReply | DeferredReply:
             is_long = form.lz4 or len(job.inputs) >= _MANY_ROWS or number_count(job) > MANY_NUMBERS
             return DeferredReply(partial(encode, job)) if is_long else encode(job)
 
         if table.inputs and not noop:
             dispatcher.metrics.received(len(table.inputs))
-            part = Part(range(len(table.inputs)), table.inputs, options)
             dispatcher.submit(call, [part], encode_off_finisher)
         else:
-            job = with_placeholder_results(dispatcher.engine.info, Job(table.inputs, options, Lane.BULK))
-            dispatcher.answer(call, await dispatcher.off_loop(encode, job))
+            dispatcher.answer(call, await dispatcher.off_loop(encode_placeholders, part))
 
     dispatcher.admit_async(call, run)
 

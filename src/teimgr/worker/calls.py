@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
-from teimgr.engine.job import Account, InferOptions, Input, Job, Lane, Output, characters, pictures_of
+from teimgr.engine.job import Account, InferOptions, Input, Job, Lane, Output, characters, pictures_of, total_characters
 from teimgr.errors import InvalidInput, Refused, TeimgrError, TooLarge
 from teimgr.http.turns import TURNS_OF
 from teimgr.observability.request_context import CURRENT, CallStats
@@ -372,6 +372,13 @@ class Part(NamedTuple):
     rows: Sequence[int]
     inputs: Sequence[Input]
     options: InferOptions
+    chars: int = -1
+    """Their characters, where the thread that read them counted these: of 60,000 pairs, the loop would take 20 ms."""
+
+
+def counted(inputs: Sequence[Input], options: InferOptions, rows: Sequence[int] | None = None) -> Part:
+    """For a thread: inputs, by default all of a call, with their characters."""
+    return Part(range(len(inputs)) if rows is None else rows, inputs, options, total_characters(inputs))
 
 
 def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[Part]:
@@ -379,7 +386,7 @@ def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[P
     rows_of: dict[InferOptions, list[int]] = {}
     for row, option in enumerate(options):
         rows_of.setdefault(option, []).append(row)
-    return [Part(rows, [inputs[row] for row in rows], option) for option, rows in rows_of.items()]
+    return [counted([inputs[row] for row in rows], option, rows) for option, rows in rows_of.items()]
 
 
 class Submission:
@@ -398,7 +405,7 @@ class Submission:
         self.has_waited = has_waited
         self.result_bytes: int | None = None
         self.jobs = [
-            Job(part.inputs, part.options, call.lane, call.deadline, context=self, tenant=call.tenant) for part in parts
+            Job(part.inputs, part.options, call.lane, call.deadline, self, call.tenant, part.chars) for part in parts
         ]
         self.accounts: tuple[Account, ...] = ()
         self.parts = parts
@@ -433,6 +440,8 @@ class Submission:
 
 def job_of(parts: Sequence[Part], lane: Lane) -> Job:
     """A job with all inputs of a call, in their rows, to be filled with results."""
+    if len(parts) == 1:
+        return Job(parts[0].inputs, parts[0].options, lane, chars=parts[0].chars)
     inputs: list[Input] = [None] * sum(len(part.rows) for part in parts)
     for part in parts:
         for row, item in zip(part.rows, part.inputs, strict=True):

@@ -23,7 +23,7 @@ from teimgr.observability.request_context import CURRENT, RequestContext, use_co
 from teimgr.spec import WorkerSpec
 from teimgr.wire.gil import StepThread, free, short_turns
 from teimgr.wire.spaces import Marks, check_expected, reply_headers, reply_marks
-from teimgr.worker.calls import CallReply, DeferredReply, Encode, Part, Submission, WorkerCall, max_token_bytes
+from teimgr.worker.calls import CallReply, DeferredReply, Encode, Part, Submission, WorkerCall, job_of, max_token_bytes
 from teimgr.worker.limiter import CallLimiter, InteractiveCalls
 from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
 from teimgr.worker.tenant_meter import Tenants
@@ -322,8 +322,10 @@ class Dispatcher:
         prompt, width = self.engine.tokenizer.lists, self.engine.info.multi_vector_dimension
         assert prompt is not None  # of a listwise model
         check = partial(self.check_awaited, call)
-        prompts = await prompts_of(lists_of(parts), prompt, self.on_tokenizer_thread, check)
-        self._enter(ListSubmission(call, parts, submission.encode, prompts, width))
+        lists = await self.on_tokenizer_thread(lists_of, parts)
+        prompts = await prompts_of(lists, prompt, self.on_tokenizer_thread, check)
+        pairs = await self.on_tokenizer_thread(job_of, parts, call.lane)
+        self._enter(ListSubmission(call, pairs, submission.encode, prompts, width))
 
     def _start(self, submission: Submission) -> None:
         self._starting.append(submission)

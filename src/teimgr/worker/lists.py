@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from teimgr.engine.job import InferOptions, Job, Output, Pair
 from teimgr.engine.text.listwise import ListPrompt, Shortened, list_scores
 from teimgr.errors import EmptyInput, InputTooLong, InvalidInput, TeimgrError
-from teimgr.worker.calls import Encode, Part, Submission, WorkerCall, job_of
+from teimgr.worker.calls import Encode, Part, Submission, WorkerCall
 
 # Documents that are tokenized together: some 10 ms.
 _TOGETHER = 64
@@ -120,16 +120,14 @@ def _chunks(documents: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 class ListSubmission(Submission):
-    """The prompts of one call as one job, whose vectors, of `width`, make the scores of the call's pairs."""
+    """The prompts of one call as one job, whose vectors, of `width`, make the scores of the call's `pairs`."""
 
     __slots__ = ("_pairs", "_prompts")
 
-    def __init__(
-        self, call: WorkerCall, parts: Sequence[Part], encode: Encode, prompts: Sequence[Prompt], width: int
-    ) -> None:
+    def __init__(self, call: WorkerCall, pairs: Job, encode: Encode, prompts: Sequence[Prompt], width: int) -> None:
         rows = range(len(prompts))
         super().__init__(call, [Part(rows, [each.ids for each in prompts], VECTORS)], encode, has_waited=True)
-        self._pairs = job_of(parts, call.lane)
+        self._pairs = pairs
         self._prompts = prompts
         self.result_bytes = sum(len(each.rows) + 1 for each in prompts) * width * _NUMBER_BYTES
 

@@ -36,6 +36,7 @@ from teimgr.worker.calls import (
     MethodCall,
     Part,
     WorkerCall,
+    counted,
     optional,
     over_limit,
     parsed,
@@ -227,21 +228,23 @@ def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
         dispatcher.refuse(call, InvalidInput(refusal))
         return
 
-    def read() -> list[Pair]:
+    def read() -> tuple[list[Pair], Encode]:
         query = message.query  # each look at it decodes it
-        return [Pair(query, text) for text in message.texts]
+        pairs = [Pair(query, text) for text in message.texts]
+        return pairs, _rank_encoder(dispatcher, call, pairs, message.return_text)
 
-    def encode(pairs: Sequence[Pair]) -> Encode:
-        return _rank_encoder(dispatcher, call, pairs, message.return_text)
+    def read_counted() -> tuple[Part, Encode]:
+        pairs, encode = read()
+        return counted(pairs, options), encode
 
     if len(call.payload) <= _LARGE_MESSAGE_BYTES:
-        pairs = read()
-        dispatcher.serve(call, pairs, options, encode(pairs))
+        pairs, encode = read()
+        dispatcher.serve(call, pairs, options, encode)
         return
 
     async def read_then_submit() -> None:
-        pairs = await dispatcher.read_off_loop(call, read)
-        dispatcher.submit(call, (Part(range(len(pairs)), pairs, options),), encode(pairs))
+        part, encode = await dispatcher.read_off_loop(call, read_counted)
+        dispatcher.submit(call, (part,), encode)
 
     dispatcher.metrics.received(len(message.texts))
     call.price(len(message.texts), dispatcher.max_length)
