@@ -489,16 +489,19 @@ class _Link(frames.FrameProtocol):
 
 
 def _link_cases() -> Iterator[Case]:
-    yield Case("link: a frame received", _GRPC, lambda size: b"a" * size, _received)
+    yield Case("link: a frame received", _GRPC, _frame, _received)
     yield Case("link: a reply with timings received", _GRPC, lambda size: b"a" * size, frames.split_timings)
     yield Case("link: a body held", 16 * _MIB, lambda size: b"a" * size, lambda body: bytearray(b"head" + body))
 
 
-def _received(data: bytes) -> None:
+def _frame(size: int) -> bytes:
+    return frames.pack_header(size, frames.FrameType.REPLY, 1, 1) + b"a" * size
+
+
+def _received(frame: bytes) -> None:
     async def receive() -> None:
         link = _Link(2**30)
-        head = frames.pack_header(len(data), frames.FrameType.REPLY, 1, 1)
-        view, at = memoryview(head + data), 0
+        view, at = memoryview(frame), 0
         while at < len(view):
             buffer = link.get_buffer(0)
             count = min(len(buffer), 256 * 1024, len(view) - at)
