@@ -198,6 +198,26 @@ async def test_what_is_in_a_large_body_is_freed_on_a_thread() -> None:
     dispatcher.close()
 
 
+async def test_a_body_whose_last_use_ends_within_a_submission_stops_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a garbage collection may end it at any allocation: the executor's locks, held then, are not reentrant."""
+    names: SimpleQueue[str] = SimpleQueue()
+    dispatcher = dispatching(FakeEngine())
+    bodies = [TeiEmbedRequest.model_construct(inputs=[[Freed(names)]])]
+    dispatcher.free_off_loop(bodies[0])
+    start = threading.Thread.start
+
+    def freeing(thread: threading.Thread) -> None:
+        bodies.clear()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", freeing)
+    await dispatcher.off_loop(int)  # which starts the first thread
+    freed_on = await asyncio.to_thread(names.get, True, 60)
+
+    assert freed_on.startswith("codec")
+    dispatcher.close()
+
+
 async def test_calls_beyond_the_limit_are_overloaded_or_wait() -> None:
     engine = FakeEngine()
     dispatcher = dispatching(engine, calls=1)

@@ -408,7 +408,12 @@ class Dispatcher:
         weakref.finalize(value, self._free_members, vars(value)).atexit = False
 
     def _free_members(self, members: dict[str, Any]) -> None:
+        """Runs within a garbage collection too, at a moment when this thread may hold the locks of `submit`."""
         with suppress(RuntimeError):  # the process is stopping
+            self._loop.call_soon_threadsafe(self._free_on_codec_thread, members)
+
+    def _free_on_codec_thread(self, members: dict[str, Any]) -> None:
+        with suppress(RuntimeError):
             self._codec.submit(_freed_in_short_turns, members)
 
     async def on_tokenizer_thread(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
