@@ -47,6 +47,7 @@ from teimgr.errors import Code, TeimgrError
 from teimgr.observability.memory import young_collections_alone
 from teimgr.spec import MAX_TEXT_BYTES, Kind, WorkerSpec
 from teimgr.wire.frames import Flag, HttpRequest, Method, Timings, request_head
+from teimgr.wire.json_scan import Steps
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2, frames_pb2
@@ -582,7 +583,8 @@ class _Tokenizing(FakeEngine):
     def check(self, options: InferOptions) -> None:
         pass
 
-    def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[TokenSpan]:
+    def tokenized(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> Steps[list[TokenSpan]]:
+        yield
         return [TokenSpan(n, f"word{n}", False, n, n + 1) for n in range(300_000)]
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:

@@ -52,6 +52,7 @@ from teimgr.engine.text.tokenizer import TokenizeOptions, TokenSpan
 from teimgr.errors import DeadlineExceeded, DeviceFailed, InferenceFailed, ModelLoadFailed, Unavailable, WrongModelKind
 from teimgr.models.source import shown_id
 from teimgr.spec import CpuThreads, Kind, LoadedModel
+from teimgr.wire.json_scan import Steps, completed
 
 __all__ = ["Engine", "EngineOptions", "EngineStats"]
 
@@ -257,12 +258,16 @@ class Engine:
         return self.tokenizer.sound(data)
 
     def tokenize(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> list[TokenSpan]:
-        """Every token of prompt + text.
+        """Like `tokenized`, in one call."""
+        return completed(self.tokenized(text, add_special_tokens, prompt_name))
+
+    def tokenized(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> Steps[list[TokenSpan]]:
+        """Every token of prompt + text, in steps.
 
         Raises:
             EmptyInput, InvalidInput, TokenizerFailed
         """
-        return self.tokenizer.tokenize(text, add_special_tokens, self.prompts.text(prompt_name))
+        return self.tokenizer.tokenized(text, add_special_tokens, self.prompts.text(prompt_name))
 
     def answers(self, inputs: Sequence[Input], options: InferOptions, timeout_s: float) -> Job:
         """The finished job of these inputs, whatever its errors.

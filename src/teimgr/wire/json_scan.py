@@ -23,6 +23,7 @@ from teimgr.wire.gil import Rests, freed
 
 Text = bytes | bytearray
 AnyText = Text | memoryview
+ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 Steps = Generator[None, None, ResultT]
 
@@ -82,6 +83,15 @@ def completed(steps: Steps[ResultT]) -> ResultT:
     except StopIteration as end:
         result: ResultT = end.value
         return result
+
+
+def in_steps(work: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> Steps[list[ResultT]]:
+    """The result of `work` for each item, a step each."""
+    found = []
+    for item in items:
+        found.append(work(item))
+        yield
+    return found
 
 
 def _windows(size: int) -> Iterator[int]:

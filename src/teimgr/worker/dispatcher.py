@@ -21,7 +21,8 @@ from teimgr.http.byte_budget import ByteBudget
 from teimgr.http.turns import TURNS_OF, SharedThreads, WorkTurns
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
-from teimgr.wire.gil import StepThread, free, short_turns
+from teimgr.wire.gil import Rests, StepThread, free, short_turns
+from teimgr.wire.json_scan import Steps
 from teimgr.wire.spaces import Marks, check_expected, reply_headers, reply_marks
 from teimgr.worker.calls import CallReply, DeferredReply, Encode, Part, Submission, WorkerCall, job_of, max_token_bytes
 from teimgr.worker.limiter import CallLimiter, InteractiveCalls
@@ -44,6 +45,7 @@ _PART_OF_DEADLINE = 0.75
 # With fewer calls in the worker, none without a deadline is refused for its expected wait: so few are one patient
 # client with large batches rather than an overload.
 _PATIENT_CALLS = 8
+_TURN_S = 0.005  # of a caller on the tokenizer thread
 
 ResultT = TypeVar("ResultT")
 Outcome = tuple[WorkerCall, Job, CallReply | DeferredReply | TeimgrError]
@@ -421,6 +423,13 @@ class Dispatcher:
         with short_turns():
             return await self._tokenizing.run(work, *arguments)
 
+    async def in_tokenizer_turns(self, steps: Steps[ResultT]) -> ResultT:
+        """Run steps on the tokenizer thread, a few milliseconds of each caller in turn."""
+        turn: Callable[[], list[ResultT]] = partial(_turn, steps)
+        while not (found := await self.on_tokenizer_thread(turn)):
+            pass
+        return found[0]
+
     async def _encode_deferred(self, call: WorkerCall, job: Job, deferred: DeferredReply) -> None:
         if call in self._call_limiter:  # and stays there: its memory is at its largest now
             with short_turns():
@@ -563,3 +572,15 @@ def _link_fetcher(spec: WorkerSpec) -> LinkFetcher | None:
 def _freed_in_short_turns(members: dict[str, Any]) -> None:
     with short_turns():
         free(members)
+
+
+def _turn(steps: Steps[ResultT]) -> list[ResultT]:
+    """The result if the steps came to it in their turn, else nothing."""
+    until, rest = time.perf_counter() + _TURN_S, Rests()
+    try:
+        while time.perf_counter() < until:
+            next(steps)
+            rest()
+    except StopIteration as end:
+        return [end.value]
+    return []

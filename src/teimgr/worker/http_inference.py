@@ -565,10 +565,8 @@ class HttpInference:
         if limit is None or limit >= engine.info.max_input_length:
             return texts
 
-        def cut() -> list[str]:
-            return [engine.tokenizer.cut(text, limit, left=left) for text in texts]
-
-        return await self.dispatcher.on_tokenizer_thread(cut)
+        cut = partial(engine.tokenizer.cut, max_tokens=limit, left=left)
+        return await self.dispatcher.in_tokenizer_turns(json_scan.in_steps(cut, texts))
 
     async def _submitted(
         self, makers: Sequence[MakeJob], encode: Callable[[HttpCall, JobSpec, Job], CallReply | DeferredReply]

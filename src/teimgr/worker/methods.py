@@ -25,6 +25,7 @@ from teimgr.wire.frames import HttpReply, HttpRequest, Method, Timings, read_req
 from teimgr.wire.gil import free
 from teimgr.wire.grpc_core.streams import MAX_PAIRS
 from teimgr.wire.json_pieces import joined
+from teimgr.wire.json_scan import Steps
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import MAX_FIELDS, scan, varint
@@ -324,15 +325,18 @@ def tokenize(dispatcher: Dispatcher, call: MethodCall) -> None:
     message = call.message(tei_pb2.EncodeRequest)
     prompt_name = optional(message, "prompt_name")
 
-    def encoded() -> bytes:
-        tokens = dispatcher.engine.tokenize(message.inputs, message.add_special_tokens, prompt_name)
+    def encoded() -> Steps[bytes]:
+        tokens = yield from dispatcher.engine.tokenized(message.inputs, message.add_special_tokens, prompt_name)
         try:
-            parts = range(0, len(tokens), _TOKENS_AT_ONCE)
-            return joined(_encoded_tokens(tokens[at : at + _TOKENS_AT_ONCE]) for at in parts)
+            parts = []
+            for at in range(0, len(tokens), _TOKENS_AT_ONCE):
+                parts.append(_encoded_tokens(tokens[at : at + _TOKENS_AT_ONCE]))
+                yield
+            return joined(parts)
         finally:
             free(tokens)
 
-    _answer_off_loop(dispatcher, call, encoded)
+    _answer_off_loop(dispatcher, call, encoded())
 
 
 def _encoded_tokens(tokens: Sequence[TokenSpan]) -> bytes:
@@ -347,19 +351,20 @@ def decode(dispatcher: Dispatcher, call: MethodCall) -> None:
         raise InvalidInput(f"`ids` have {len(call.payload)} bytes, more than {_MAX_DECODE_BYTES}")
     message = call.message(tei_pb2.DecodeRequest, _MAX_DECODE_BYTES)
 
-    def decoded() -> bytes:
+    def decoded() -> Steps[bytes]:
+        yield
         text = dispatcher.engine.tokenizer.decode(list(message.ids), message.skip_special_tokens)
         return tei_pb2.DecodeResponse(text=text).SerializeToString()
 
-    _answer_off_loop(dispatcher, call, decoded)
+    _answer_off_loop(dispatcher, call, decoded())
 
 
-def _answer_off_loop(dispatcher: Dispatcher, call: MethodCall, work: Callable[[], bytes]) -> None:
-    """Answer with the result of `work`, which tokenizes; never refused as OVERLOADED, since TEI counts no permit."""
+def _answer_off_loop(dispatcher: Dispatcher, call: MethodCall, steps: Steps[bytes]) -> None:
+    """Answer with the result of `steps`, which tokenize; never refused as OVERLOADED, since TEI counts no permit."""
     call.allow_to_wait()
 
     async def answer() -> None:
-        payload = await dispatcher.on_tokenizer_thread(work)
+        payload = await dispatcher.in_tokenizer_turns(steps)
         dispatcher.answer(call, CallReply(within(payload, dispatcher.spec.max_message_bytes)))
 
     dispatcher.admit_async(call, answer, computes=False)

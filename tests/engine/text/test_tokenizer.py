@@ -346,10 +346,29 @@ def test_a_text_that_is_tokenized_in_parts_has_the_tokens_of_the_whole(
         tokenizer = TextTokenizer(read_layout(model_dir(family)), 512)
         whole = [tokenizer.tokenize(text, specials, "") for specials in (True, False)]
         with monkeypatch.context() as patch:
+            patch.setattr("teimgr.engine.text.tokenizer._SPANS_AT_ONCE", 7)
+            assert [tokenizer.tokenize(text, specials, "") for specials in (True, False)] == whole
+        with monkeypatch.context() as patch:
             patch.setattr("teimgr.engine.text.tokenizer.MAX_CHARACTERS", 100)
             assert [tokenizer.tokenize(text, specials, "") for specials in (True, False)] == whole
             with pytest.raises(InvalidInput, match="must have a space within 100 characters"):
                 tokenizer.tokenize("\U0001f600" * 300, True, "")
+
+
+@pytest.mark.parametrize("text", [". " * 150_000, "." * 262_144])
+def test_a_long_text_is_tokenized_in_steps(model_dir: Callable[..., Path], text: str) -> None:
+    tokenizer = TextTokenizer(read_layout(model_dir("bert")), 8192)
+    steps, count = tokenizer.tokenized(text, True, ""), 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            spans = end.value
+            break
+        count += 1
+    assert len(spans) == text.count(".") + 2
+    assert (spans[0].text, spans[1].start, spans[-2].stop, spans[-1].text) == ("[CLS]", 0, len(text.rstrip()), "[SEP]")
+    assert count >= len(spans) // 16_384
 
 
 def test_too_many_ids_to_decode_are_refused(tokenizer: TextTokenizer) -> None:

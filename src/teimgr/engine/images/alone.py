@@ -25,6 +25,7 @@ from teimgr.engine.library_model import load_module
 from teimgr.engine.text.tokenizer import TokenizeOptions, TokenSpan
 from teimgr.errors import InvalidConfig, InvalidInput, ModelLoadFailed, TeimgrError
 from teimgr.models.layout import Layout
+from teimgr.wire.json_scan import Steps
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class ImageTokenizer(PictureTokenizer):
     def _encode_texts(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
         return TokenizedTexts.of([_refusal() for _ in inputs])
 
-    def tokenize(self, text: str, add_special_tokens: bool, prompt: str) -> list[TokenSpan]:
+    def tokenized(self, text: str, add_special_tokens: bool, prompt: str) -> Steps[list[TokenSpan]]:
         """Raises InvalidInput always."""
         raise _refusal("texts are to be tokenized")
 

@@ -60,6 +60,10 @@ class TokenizerLibrary:
                 return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
             return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
+    def token(self, id: int) -> str:
+        """The text of a token of an encoding."""
+        return self._tokenizer.id_to_token(id) or ""
+
     @property
     def vocabulary(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -30,6 +30,7 @@ from teimgr.wire.json_scan import Steps, copied, mentions
 from teimgr.wire.quantisation import Precision
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, input_checks, scores
+from teimgr.worker.calls import within
 from teimgr.worker.dialects import tei_bodies
 from teimgr.worker.dialects.openai import BATCH_LIMIT, EncodingFormat, embedding_list
 from teimgr.worker.dialects.rerank import relevance
@@ -422,19 +423,18 @@ class TokenizeRequest(http.Body):
         http.check_count(len(texts), limit)
         return texts
 
-    def answer(self, engine: Engine, text: str) -> bytes:
+    def answer(self, engine: Engine, text: str) -> Steps[bytes]:
         """`[{"id": 101, "text": "[CLS]", "special": true, "start": null, "stop": null}, …]` of one text.
-
-        Blocks while the tokenizer works.
 
         Raises:
             EmptyInput, InvalidInput, TokenizerFailed
         """
-        tokens = engine.tokenize(text, self.add_special_tokens, self.prompt_name)
+        tokens = yield from engine.tokenized(text, self.add_special_tokens, self.prompt_name)
         try:
-            parts = (
-                http.to_json(tokens[at : at + _TOKENS_AT_ONCE])[1:-1] for at in range(0, len(tokens), _TOKENS_AT_ONCE)
-            )
+            parts = []
+            for at in range(0, len(tokens), _TOKENS_AT_ONCE):
+                parts.append(http.to_json(tokens[at : at + _TOKENS_AT_ONCE])[1:-1])
+                yield
             return joined(_listed(parts))
         finally:
             free(tokens)
@@ -466,8 +466,9 @@ class DecodeRequest(http.Body):
         http.check_count(len(batch), limit)
         return batch
 
-    def answer(self, engine: Engine, ids: Sequence[int]) -> bytes:
+    def answer(self, engine: Engine, ids: Sequence[int]) -> Steps[bytes]:
         """`"what is deep learning?"`; otherwise as `TokenizeRequest.answer`."""
+        yield
         return http.to_json(engine.tokenizer.decode(ids, self.skip_special_tokens))
 
 
@@ -669,11 +670,12 @@ def _tokenizer(kind: type[TokenizeRequest | DecodeRequest]) -> http.HttpHandler:
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, kind, TEI_BODY)
         dispatcher = inference.dispatcher
+        answer: Callable[..., Steps[bytes]] = body.answer
         try:
             answers: list[bytes] = []
             room = dispatcher.spec.max_message_bytes
             for item in body.items(dispatcher.spec.max_client_batch_size):  # in turn with the items of other calls
-                answers.append(await dispatcher.on_tokenizer_thread(body.answer, dispatcher.engine, item))
+                answers.append(await dispatcher.in_tokenizer_turns(answer(dispatcher.engine, item)))
                 if (room := room - len(answers[-1])) < 0:
                     raise TooLarge(f"Reply is larger than the limit of {dispatcher.spec.max_message_bytes} bytes")
             whole = partial(joined, _listed(answers))
@@ -695,7 +697,8 @@ async def _vertex(inference: http.HttpInference, request: HttpRequest) -> HttpRe
     predictions = _listed(reply.payload for reply in replies)
     whole = partial(joined, chain((b'{"predictions":',), predictions, (b"}",)))
     is_small = sum(len(reply.payload) for reply in replies) <= _COPIED_BYTES
-    return http.json_reply(whole() if is_small else await inference.dispatcher.off_loop(whole))
+    written = whole() if is_small else await inference.dispatcher.off_loop(whole)
+    return http.json_reply(within(written, inference.dispatcher.spec.max_message_bytes))
 
 
 OPENAI_PATHS = ("/v1/embeddings", "/embeddings")  # whose errors have OpenAI's fields

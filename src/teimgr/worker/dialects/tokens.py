@@ -11,8 +11,11 @@ from teimgr.engine.engine import Engine
 from teimgr.engine.text.tokenizer import TokenSpan
 from teimgr.errors import EmptyInput, InvalidInput, TeimgrError
 from teimgr.wire.frames import HttpReply, HttpRequest
+from teimgr.wire.json_scan import Steps
 from teimgr.worker import http_inference as http
+from teimgr.worker.calls import within
 
+_TOKENS_A_STEP = 4096
 _META = {"api_version": {"version": "1"}}
 
 
@@ -24,13 +27,13 @@ class VllmTokenizeRequest(http.LenientBody):
     add_special_tokens: bool = True
     return_token_strs: Annotated[bool | None, Field(description="true: the text of each token too")] = None
 
-    def answer(self, engine: Engine) -> dict[str, Any]:
-        tokens = engine.tokenizer.tokenize(self.prompt, self.add_special_tokens, "")
+    def answer(self, engine: Engine) -> Steps[dict[str, Any]]:
+        tokens = yield from engine.tokenizer.tokenized(self.prompt, self.add_special_tokens, "")
         return {
             "count": len(tokens),
             "max_model_len": engine.info.max_input_length,
             "tokens": [token.id for token in tokens],
-            "token_strs": pieces(self.prompt, tokens) if self.return_token_strs else None,
+            "token_strs": (yield from pieces(self.prompt, tokens)) if self.return_token_strs else None,
         }
 
 
@@ -40,7 +43,8 @@ class VllmDetokenizeRequest(http.LenientBody):
     model: http.ModelName = None
     tokens: http.Ids
 
-    def answer(self, engine: Engine) -> dict[str, Any]:
+    def answer(self, engine: Engine) -> Steps[dict[str, Any]]:
+        yield
         return {"prompt": _decoded(engine, self.tokens)}
 
 
@@ -50,9 +54,10 @@ class CohereTokenizeRequest(http.LenientBody):
     model: http.ModelName = None
     text: str
 
-    def answer(self, engine: Engine) -> dict[str, Any]:
-        tokens = engine.tokenizer.tokenize(self.text, False, "")
-        return {"tokens": [token.id for token in tokens], "token_strings": pieces(self.text, tokens), "meta": _META}
+    def answer(self, engine: Engine) -> Steps[dict[str, Any]]:
+        tokens = yield from engine.tokenizer.tokenized(self.text, False, "")
+        texts = yield from pieces(self.text, tokens)
+        return {"tokens": [token.id for token in tokens], "token_strings": texts, "meta": _META}
 
 
 class CohereDetokenizeRequest(http.LenientBody):
@@ -61,7 +66,8 @@ class CohereDetokenizeRequest(http.LenientBody):
     model: http.ModelName = None
     tokens: http.Ids
 
-    def answer(self, engine: Engine) -> dict[str, Any]:
+    def answer(self, engine: Engine) -> Steps[dict[str, Any]]:
+        yield
         return {"text": _decoded(engine, self.tokens), "meta": _META}
 
 
@@ -70,7 +76,7 @@ TokenRequestT = TypeVar(
 )
 
 
-def pieces(text: str, tokens: list[TokenSpan]) -> list[str]:
+def pieces(text: str, tokens: list[TokenSpan]) -> Steps[list[str]]:
     """One part of `text` per token, in order; joined they are `text`, since clients cut a text by them.
 
     What the tokenizer drops, such as spaces, belongs to the token after it, and to the last token at the end; of a text
@@ -80,6 +86,8 @@ def pieces(text: str, tokens: list[TokenSpan]) -> list[str]:
     encoded, parts, begin = text.encode(), [], 0
     last = max((place for place, token in enumerate(tokens) if not token.special), default=-1)
     for place, token in enumerate(tokens):
+        if not place % _TOKENS_A_STEP:
+            yield
         if token.special:
             parts.append(token.text)
             continue
@@ -105,13 +113,11 @@ def _handler(kind: type[TokenRequestT]) -> http.HttpHandler:
     async def handle(inference: http.HttpInference, request: HttpRequest) -> HttpReply:
         body = await inference.read(request, kind)
         dispatcher = inference.dispatcher
-        answer: Callable[[Engine], dict[str, Any]] = body.answer
-
-        def written() -> bytes:
-            return http.to_json(answer(dispatcher.engine))
-
+        answer: Callable[[Engine], Steps[dict[str, Any]]] = body.answer
         try:
-            return http.json_reply(await dispatcher.on_tokenizer_thread(written))
+            found = await dispatcher.in_tokenizer_turns(answer(dispatcher.engine))
+            written = await dispatcher.off_loop(http.to_json, found)
+            return http.json_reply(within(written, dispatcher.spec.max_message_bytes))
         except TeimgrError as error:
             dispatcher.metrics.failed(error)
             raise

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from teimgr.engine.job import Input as EngineInput
 from teimgr.errors import InputTooLong
+from teimgr.wire.json_scan import Steps, in_steps
 from teimgr.worker import http_inference as http
 
 _PAIR_TOKENS = 2  # the most special tokens that join two texts beyond those of one
@@ -58,7 +59,7 @@ async def fitted(
         return inputs
     inputs = await inference.as_texts(inputs)
     work = partial(_fit, inference, limit=limit, left=left, how=how)
-    cut = await inference.dispatcher.on_tokenizer_thread(lambda: [work(one) for one in inputs])
+    cut = await inference.dispatcher.in_tokenizer_turns(in_steps(work, inputs))
     if (
         not how.cuts
         and (longer := next((row for row, text in enumerate(cut) if text is not inputs[row]), None)) is not None
@@ -77,7 +78,7 @@ async def fitted_documents(
     limit = token_limit(tokens, inference.served)
     if limit is None:
         return documents
-    return await inference.dispatcher.on_tokenizer_thread(_fit_pairs, inference, queries, documents, limit, left)
+    return await inference.dispatcher.in_tokenizer_turns(_fit_pairs(inference, queries, documents, limit, left))
 
 
 def _fit(inference: http.HttpInference, one: EngineInput, *, limit: int, left: bool, how: Cut) -> EngineInput:
@@ -99,10 +100,11 @@ def _fit(inference: http.HttpInference, one: EngineInput, *, limit: int, left: b
 
 def _fit_pairs(
     inference: http.HttpInference, queries: Sequence[str], documents: Sequence[str], limit: int, left: bool
-) -> list[str]:
+) -> Steps[list[str]]:
     engine = inference.dispatcher.engine
-    taken = [len(engine.tokenize(query, True, None)) + _PAIR_TOKENS for query in queries]
+    taken = yield from in_steps(lambda query: len(engine.tokenize(query, True, None)) + _PAIR_TOKENS, queries)
     room = [limit - taken[min(row, len(taken) - 1)] for row in range(len(documents))]
     if min(room, default=1) < 1:
         raise http.BadRequest(400, f"{FIELD}: {limit} leave no token of a document", FIELD)
-    return [engine.tokenizer.cut(text, tokens, left=left) for text, tokens in zip(documents, room, strict=True)]
+    cut = partial(engine.tokenizer.cut, left=left)
+    return (yield from in_steps(lambda pair: cut(*pair), list(zip(documents, room, strict=True))))
