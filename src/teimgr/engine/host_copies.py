@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -52,7 +53,9 @@ class HostCopies:
                 self._copied.record()
         except BaseException:
             for loan in self._loans:
-                loan.free_after_copy()
+                # On a failed device this fails as well: the loan stays taken, for the device may still write to it.
+                with contextlib.suppress(Exception):
+                    loan.free_after_copy()
             raise
 
     def wait(self) -> dict[Output, HostRows]:

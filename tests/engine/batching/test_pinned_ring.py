@@ -13,7 +13,7 @@ from tests.support.models import TEXTS
 
 from teimgr.engine.batching import pinned_ring
 from teimgr.engine.batching.batch import copy_to, to_device
-from teimgr.engine.batching.pinned_ring import PinnedRing
+from teimgr.engine.batching.pinned_ring import Event, PinnedRing
 from teimgr.engine.heads import Rows
 from teimgr.engine.host_copies import HostCopies
 from teimgr.engine.job import Output
@@ -114,6 +114,30 @@ def test_a_copy_that_cannot_be_started_gives_its_memory_back(
 
     HostCopies(rows).wait()
     assert pinned_ring.RESULTS.size == 4096
+
+
+def test_a_device_that_fails_while_copies_start_is_named_and_memory_that_can_be_given_back_is(
+    card: StandInCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first copy's own event fails as well: its memory stays taken, and the second's is free."""
+    events = iter([RuntimeError("later error"), card.event()])
+
+    def event() -> Event:
+        made = next(events)
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def fail() -> None:
+        raise RuntimeError("first error")
+
+    own = PinnedRing(16, plain_memory, event)
+    monkeypatch.setattr(pinned_ring, "RESULTS", own)
+    monkeypatch.setattr(pinned_ring, "new_event", fail)
+    with pytest.raises(RuntimeError, match="first error"):
+        HostCopies({output: Rows(torch.zeros(4, 8)) for output in (Output.DENSE, Output.TOKENS)})
+
+    assert [buffer.is_free() for buffer in own._buffers] == [False, True]
 
 
 def test_an_engine_uses_few_buffers_for_many_batches(
