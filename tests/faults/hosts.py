@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from teimgr.control.launch.control_link import ControlLink, MuxLink, WorkerStatu
 from teimgr.control.launch.launcher import Adopted, FoundWorkers, WorkerHandle
 from teimgr.control.launch.mux_launcher import LocalMuxLauncher, local_launcher, mux_config
 from teimgr.control.launch.process_handle import Exit, ExitReport, new_incarnation
+from teimgr.control.launch.strays import Stray
 from teimgr.control.placement.decision import place
 from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
 from teimgr.control.supervision.crash_reports import CrashReports
@@ -159,6 +160,9 @@ class SimulatedLauncher:
         return FoundWorkers((), ())
 
     async def adopt(self, workers: Sequence[WorkerHandle], accepts: Callable[[WorkerSpec], bool]) -> list[Adopted]:
+        return []
+
+    async def strays(self, owned: Collection[str]) -> Sequence[Stray]:
         return []
 
     async def close(self) -> None:
