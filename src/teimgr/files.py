@@ -15,9 +15,9 @@ from pathlib import Path
 from teimgr import __version__
 from teimgr.errors import InvalidConfig
 
-# What `getpass.getuser` reads before it looks for the user's entry.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a full disk, or of this user's quota of it."""
+# What `getpass.getuser` reads before it looks for the user's entry.
 _USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")
 
 

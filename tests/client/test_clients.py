@@ -194,11 +194,8 @@ async def test_a_reply_without_an_end_is_given_up(daemon: Daemon, monkeypatch: p
 
 
 async def test_rest_over_mtls(daemon: Daemon, certificates: Certificates) -> None:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates.ca)
-    context.load_cert_chain(certificates.server_cert, certificates.server_key)
-    context.verify_mode = ssl.CERT_REQUIRED
     proof = Tls(ca=certificates.ca, cert=certificates.client_cert, key=certificates.client_key, server_name="localhost")
-    async with serve(daemon, context) as url:
+    async with serve(daemon, certificates.server_context()) as url:
         async with AsyncClient(url, tls=proof) as client:
             assert (await client.health()).status == "healthy"
         async with AsyncClient(url, tls=Tls(ca=certificates.ca, server_name="localhost")) as client:

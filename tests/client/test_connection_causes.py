@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -28,10 +27,7 @@ async def cause(url: str, tls: Tls | None = None, *, grpc: bool = False) -> tupl
 @pytest.fixture
 async def mtls_rest(daemon: Daemon, certificates: Certificates) -> AsyncIterator[str]:
     """A REST port that asks for certificates of clients."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates.ca)
-    context.load_cert_chain(certificates.server_cert, certificates.server_key)
-    context.verify_mode = ssl.CERT_REQUIRED
-    async with serve(daemon, context) as url:
+    async with serve(daemon, certificates.server_context()) as url:
         yield url.replace("127.0.0.1", "localhost")
 
 

@@ -75,13 +75,8 @@ def test_no_listener_is_unreachable(unused_port: int) -> None:
 
 
 async def test_rest_over_mtls(daemon: Daemon, certificates: Certificates) -> None:
-    import ssl
-
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates.ca)
-    context.load_cert_chain(certificates.server_cert, certificates.server_key)
-    context.verify_mode = ssl.CERT_REQUIRED
     proof = Tls(ca=certificates.ca, cert=certificates.client_cert, key=certificates.client_key, server_name="localhost")
-    async with serve(daemon, context) as url:
+    async with serve(daemon, certificates.server_context()) as url:
         assert (await blocking(lambda: RestClient(url, tls=proof).health())).status == "healthy"
         with pytest.raises(Unavailable):
             await blocking(lambda: RestClient(url, tls=Tls(ca=certificates.ca, server_name="localhost")).health())

@@ -53,6 +53,13 @@ class Certificates:
     client_cert: Path
     client_key: Path
 
+    def server_context(self) -> ssl.SSLContext:
+        """Of a server that requires a certificate of its clients."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.ca)
+        context.load_cert_chain(self.server_cert, self.server_key)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
 
 class Multiplexer:
     """The methods the client uses, each a few lines; a text names the failure that it gets.

@@ -233,10 +233,11 @@ def error_from_reply(status: int, body: bytes, headers: Mapping[str, str]) -> Te
 
 
 def _error_of(status: int, body: bytes, named: str | None) -> TeimgrError:
+    known = Code.__members__.get(named or "")
     try:
         fields = json.loads(body)
-        if named is not None and named in Code.__members__:
-            code = Code[named]
+        if known is not None:
+            code = known
         elif "error_type" not in fields:
             code = Code[fields["code"]]
         else:
@@ -245,10 +246,8 @@ def _error_of(status: int, body: bytes, named: str | None) -> TeimgrError:
         return error_from_code(code, str(error["message"] if isinstance(error, dict) else error))  # OpenAI's, or ours
     except (ValueError, KeyError, TypeError, RecursionError):
         text = body.decode("utf-8", "replace").strip()
-        if (
-            named is not None and named in Code.__members__ and text
-        ):  # TEI answers a body that it cannot read in plain text
-            return error_from_code(Code[named], text[:500])
+        if known is not None and text:  # TEI answers a body that it cannot read in plain text
+            return error_from_code(known, text[:500])
         message = f"HTTP {status}: {text[:500]}" if text else f"HTTP {status}"
         codes = [code for code, row in STATUS.items() if row.http == status]
         if len(codes) == 1:

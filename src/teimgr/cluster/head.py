@@ -233,13 +233,15 @@ class ClusterHead:
             models_mb_per_sec=cluster.models_mb_per_sec,
         )
 
+    def _place_of(self, member: Member) -> tuple[bool, bool, str]:
+        """This host first; of a host that Ray lists twice, since its Ray was started again, the one with facts."""
+        return member.address != self._ray_host.node_ip, member.misses > 0, member.ray_id
+
     def _admitted(self, members: list[Member]) -> dict[str, Member]:
         """The hosts by name, this one first; those that may not take workers have the reason."""
         admitted: dict[str, Member] = {}
         before, self._doubles = self._doubles, {}
-        # Of one whose Ray was started again, the former is in Ray's list too for a while, and has no facts.
-        order = lambda each: (each.address != self._ray_host.node_ip, each.misses > 0, each.ray_id)  # noqa: E731
-        for member in sorted(members, key=order):
+        for member in sorted(members, key=self._place_of):
             if member.name in admitted:
                 self._doubles[member.ray_id] = member
                 if member.ray_id not in before:

@@ -471,18 +471,17 @@ class Daemon:
         await self.succession.cancel()
         grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
         ends = (self._stop_began or clock()) + grace_s
-        if self.succession.has_given_word:
+        is_left = self.succession.has_given_word
+        has_failed = self.predecessor and not self.succession.serving.is_set() and not self.stopping.is_set()
+        if is_left:
             await self.succession.all_passed_on(ends - clock())
             if self.cluster is not None:
                 await self.cluster.forwarding.finished(ends - clock())
+        if is_left or has_failed:
             await self.gateway.close()
             await self.scraper.close()
-            await asyncio.to_thread(self.telemetry.close)
-            return
-        if self.predecessor is not None and not self.succession.serving.is_set() and not self.stopping.is_set():
-            await self.gateway.close()
-            await self.scraper.close()
-            await self._release()
+            if not is_left:
+                await self._release()
             await asyncio.to_thread(self.telemetry.close)
             return
         log.info("stopping", extra={"grace_s": grace_s})

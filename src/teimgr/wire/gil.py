@@ -125,7 +125,7 @@ class StepThread:
                     next(steps)
                 except StopIteration as end:
                     result.set_result(end.value)
-                except Exception as error:
+                except BaseException as error:  # of the tokenizers library too, whose panics are no `Exception`
                     result.set_exception(error)
                 else:
                     with self._lock:

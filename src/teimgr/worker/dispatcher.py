@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from teimgr.http.byte_budget import ByteBudget
 from teimgr.http.turns import TURNS_OF, SharedThreads, WorkTurns
 from teimgr.observability.request_context import CURRENT, RequestContext, use_context
 from teimgr.spec import WorkerSpec
-from teimgr.wire.gil import Rests, StepThread, free, short_turns
+from teimgr.wire.gil import StepThread, free, short_turns
 from teimgr.wire.json_scan import Steps
 from teimgr.wire.spaces import Marks, check_expected, reply_headers, reply_marks
 from teimgr.worker.calls import CallReply, DeferredReply, Encode, Part, Submission, WorkerCall, job_of, max_token_bytes
@@ -45,7 +45,6 @@ _PART_OF_DEADLINE = 0.75
 # With fewer calls in the worker, none without a deadline is refused for its expected wait: so few are one patient
 # client with large batches rather than an overload.
 _PATIENT_CALLS = 8
-_TURN_S = 0.005  # of a caller on the tokenizer thread
 
 ResultT = TypeVar("ResultT")
 Outcome = tuple[WorkerCall, Job, CallReply | DeferredReply | TeimgrError]
@@ -103,7 +102,7 @@ class Dispatcher:
         self.turns = WorkTurns()
         """For what the callers of the worker need done on its loop: bodies to be read, calls of links to be begun."""
         self._codec = SharedThreads(2, "codec")
-        self._tokenizing = SharedThreads(1, "tokenize")
+        self._tokenizing = StepThread("tokenize")
         self._pooling = SharedThreads(1, "pooling")  # of tokens
         self._rereading = StepThread("reread")
         self.fetcher = _link_fetcher(spec)
@@ -392,7 +391,7 @@ class Dispatcher:
         with short_turns():
             return await self._codec.run(work, *arguments)
 
-    async def in_steps(self, steps: Generator[None, None, ResultT]) -> ResultT:
+    async def in_steps(self, steps: Steps[ResultT]) -> ResultT:
         """Run slow Python on a thread, a step of each call in turn: none waits until another's is done."""
         with short_turns():
             return await self._rereading.run(steps)
@@ -420,15 +419,12 @@ class Dispatcher:
 
     async def on_tokenizer_thread(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Run `work` that tokenizes texts of a caller, so that the codecs of all others need not wait for it."""
-        with short_turns():
-            return await self._tokenizing.run(work, *arguments)
+        return await self.in_tokenizer_turns(_one_step(work, *arguments))
 
     async def in_tokenizer_turns(self, steps: Steps[ResultT]) -> ResultT:
-        """Run steps on the tokenizer thread, a few milliseconds of each caller in turn."""
-        turn: Callable[[], list[ResultT]] = partial(_turn, steps)
-        while not (found := await self.on_tokenizer_thread(turn)):
-            pass
-        return found[0]
+        """Run steps on the tokenizer thread, a step of each caller in turn."""
+        with short_turns():
+            return await self._tokenizing.run(steps)
 
     async def _encode_deferred(self, call: WorkerCall, job: Job, deferred: DeferredReply) -> None:
         if call in self._call_limiter:  # and stays there: its memory is at its largest now
@@ -574,13 +570,6 @@ def _freed_in_short_turns(members: dict[str, Any]) -> None:
         free(members)
 
 
-def _turn(steps: Steps[ResultT]) -> list[ResultT]:
-    """The result if the steps came to it in their turn, else nothing."""
-    until, rest = time.perf_counter() + _TURN_S, Rests()
-    try:
-        while time.perf_counter() < until:
-            next(steps)
-            rest()
-    except StopIteration as end:
-        return [end.value]
-    return []
+def _one_step(work: Callable[..., ResultT], *arguments: object) -> Steps[ResultT]:
+    yield from ()
+    return work(*arguments)

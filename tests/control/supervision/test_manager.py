@@ -632,23 +632,26 @@ async def test_a_model_that_gave_its_place_as_it_failed_is_not_made_again_for_a_
     assert [view.spec.name for view in fleet.manager.list()] == [other]
 
 
-async def test_a_failed_model_that_calls_had_made_is_given_up_and_one_that_has_not_stays(fleets: Fleets) -> None:
-    fleet = fleets()
+async def _fail_for_good(fleet: Fleet) -> None:
+    """Instance `a`, made by calls, and `b`, by a user, have a model that does not exist."""
     await fleet.manager.boot()
     for name, is_by_call in (("a", True), ("b", False)):
         await fleet.create(f"fail-permanent={Code.MODEL_NOT_FOUND.value}", name, by_call=is_by_call)
         await fleet.until(lambda entry: entry.state is State.FAILED, name)
-        await fleet.manager.give_up(name)
+
+
+async def test_a_failed_model_that_calls_had_made_is_given_up_and_one_that_has_not_stays(fleets: Fleets) -> None:
+    fleet = fleets()
+    await _fail_for_good(fleet)
+    await fleet.manager.give_up("a")
+    await fleet.manager.give_up("b")
     assert [view.spec.name for view in fleet.manager.list()] == ["b"]
     assert fleet.manager.failure("b")[2] is None
 
 
 async def test_a_model_that_calls_had_made_and_that_has_failed_for_good_is_no_alarm(fleets: Fleets) -> None:
     fleet = fleets()
-    await fleet.manager.boot()
-    for name, is_by_call in (("a", True), ("b", False)):
-        await fleet.create(f"fail-permanent={Code.MODEL_NOT_FOUND.value}", name, by_call=is_by_call)
-        await fleet.until(lambda entry: entry.state is State.FAILED, name)
+    await _fail_for_good(fleet)
     assert [alarm.split(":")[0] for alarm in fleet.manager.alarms()] == ["b"]
 
 

@@ -239,8 +239,8 @@ class Access:
         policy: PolicyInForce,
         settings: Callable[[], Settings],
         routes: Sequence[BaseRoute],
-        sessions: Sessions | None = None,
-        is_left: Callable[[], bool] = lambda: False,
+        sessions: Sessions | None,
+        is_left: Callable[[], bool],
     ) -> None:
         self.policy = policy
         self._is_left = is_left

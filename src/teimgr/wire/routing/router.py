@@ -208,6 +208,11 @@ def not_loaded(entry: RouteEntry) -> NotLoaded:
     return NotLoaded(f"Instance '{entry.name}' is not running (status: {entry.state.value}){reason}", entry.name)
 
 
+def _is_same_model(one: RouteEntry, other: RouteEntry) -> bool:
+    """Whether two entries have the same model, with the same settings of its space of vectors."""
+    return (one.model_id, one.space_settings) == (other.model_id, other.space_settings)
+
+
 class _Instance:
     """An entry of the directory with its replicas, and the spaces of these, or of the last ones with its settings."""
 
@@ -217,8 +222,8 @@ class _Instance:
         self.entry = entry
         self.replicas = replicas
         self.spaces = {endpoint.space for endpoint in entry.endpoints} - {""}
-        if not self.spaces and before is not None and before.entry.space_settings == entry.space_settings:
-            self.spaces = before.spaces if before.entry.model_id == entry.model_id else set()
+        if not self.spaces and before is not None and _is_same_model(before.entry, entry):
+            self.spaces = before.spaces
 
     @property
     def may_serve(self) -> bool:

@@ -37,6 +37,7 @@ from teimgr.worker.dialects.rerank import relevance
 from teimgr.worker.dialects.serde_json import Fault
 from teimgr.worker.dialects.serde_types import Optional, Struct, Type, read_body
 from teimgr.worker.dialects.tei_bodies import is_ambiguous, may_be_ambiguous, may_be_deep
+from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.entities import Aggregation, entities
 
 if TYPE_CHECKING:  # importing the engine imports torch
@@ -454,6 +455,13 @@ def _listed(parts: Iterable[Buffer]) -> Iterator[Buffer]:
     yield b"]"
 
 
+async def _whole(dispatcher: Dispatcher, pieces: Iterable[Buffer], size: int) -> bytes:
+    """Pieces of `size` bytes as one, joined on a thread if they are large."""
+    if size <= _COPIED_BYTES:
+        return joined(pieces)
+    return await dispatcher.off_loop(joined, pieces)
+
+
 class DecodeRequest(http.Body):
     """`POST /decode`: the texts of token ids."""
 
@@ -678,9 +686,8 @@ def _tokenizer(kind: type[TokenizeRequest | DecodeRequest]) -> http.HttpHandler:
                 answers.append(await dispatcher.in_tokenizer_turns(answer(dispatcher.engine, item)))
                 if (room := room - len(answers[-1])) < 0:
                     raise TooLarge(f"Reply is larger than the limit of {dispatcher.spec.max_message_bytes} bytes")
-            whole = partial(joined, _listed(answers))
-            is_small = dispatcher.spec.max_message_bytes - room <= _COPIED_BYTES
-            return http.json_reply(whole() if is_small else await dispatcher.off_loop(whole))
+            size = dispatcher.spec.max_message_bytes - room
+            return http.json_reply(await _whole(dispatcher, _listed(answers), size))
         except TeimgrError as error:
             dispatcher.metrics.failed(error)
             raise
@@ -695,9 +702,8 @@ async def _vertex(inference: http.HttpInference, request: HttpRequest) -> HttpRe
     requests = await inference.dispatcher.off_loop(body.requests, inference.served.model)
     replies = await inference.run([one.job for one in requests])
     predictions = _listed(reply.payload for reply in replies)
-    whole = partial(joined, chain((b'{"predictions":',), predictions, (b"}",)))
-    is_small = sum(len(reply.payload) for reply in replies) <= _COPIED_BYTES
-    written = whole() if is_small else await inference.dispatcher.off_loop(whole)
+    pieces = chain((b'{"predictions":',), predictions, (b"}",))
+    written = await _whole(inference.dispatcher, pieces, sum(len(reply.payload) for reply in replies))
     return http.json_reply(within(written, inference.dispatcher.spec.max_message_bytes))
 
 
