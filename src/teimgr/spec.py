@@ -373,7 +373,7 @@ FIXED = "cannot be changed; delete the instance and create it again"
 
 
 def updatable(name: str) -> bool:
-    """Whether PATCH and a template may have the key."""
+    """True if PATCH and a template may have the key."""
     return KEYS[name].in_rest and KEYS[name].change is not Change.FIXED
 
 
@@ -457,7 +457,7 @@ class WorkerSpec:
     """Of the replica until this worker: the next daemon, which adopts it, counts on."""
 
     def accepts(self, authorization: bytes) -> bool:
-        """Whether an `Authorization` header has the instance's API key, if it has one; compared in constant time."""
+        """True if an `Authorization` header has the instance's API key, if it has one; compared in constant time."""
         return self.api_key is None or hmac.compare_digest(authorization, f"Bearer {self.api_key}".encode())
 
     def to_json(self) -> str:
@@ -677,7 +677,7 @@ class WorkerEndpoint:
     precision: str = ""
 
     def is_on(self, node: str) -> bool:
-        """Whether the worker is reached by its socket from the host of this name, which is "" in a fleet of one."""
+        """True if the worker is reached by its socket from the host of this name, which is "" in a fleet of one."""
         return not self.address or self.node == node
 
 
@@ -702,17 +702,17 @@ class RouteEntry:
 
     @property
     def is_loadable(self) -> bool:
-        """Whether a call has its model loaded, or waits until it is."""
+        """True if a call has its model loaded, or waits until it is."""
         return self.on_demand and self.state in (State.UNLOADED, State.STARTING, State.STOPPING)
 
     @property
     def returns(self) -> bool:
-        """Whether its worker is being started again: its model was loaded before."""
+        """True if its worker is being started again: its model was loaded before."""
         return not self.on_demand and self.state is State.STARTING and (self.dimension > 0 or len(self.serves) > 1)
 
     @property
     def asks_owner(self) -> bool:
-        """Whether a call asks for its model: who loads it knows whether, and when, a failed one is tried again."""
+        """True if a call asks for its model: who loads it knows whether, and when, a failed one is tried again."""
         return self.is_loadable or (self.on_demand and self.state is State.FAILED)
 
     def to_json(self) -> str:

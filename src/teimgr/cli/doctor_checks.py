@@ -64,7 +64,7 @@ def _folders(settings: Settings) -> Iterator[Finding]:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be made in the folder, or it can be made."""
+    """True if files can be made in the folder, or it can be made."""
     present = _present(folder)
     return present.is_dir() and os.access(present, os.W_OK | os.X_OK)
 

@@ -292,7 +292,7 @@ def _cut(instance: Instance) -> list[str]:
 
 
 def _serves(instance: Instance) -> bool:
-    """Whether it runs, or is loaded by its first call, and no update is under way.
+    """True if it runs, or is loaded by its first call, and no update is under way.
 
     Raises:
         ModelLoadFailed: it failed, or its last update failed and was rolled back.

@@ -62,7 +62,7 @@ class ConnectionValues:
         return replace(other, **given)
 
     def _leads_elsewhere(self, other: ConnectionValues) -> bool:
-        """Whether these values have a REST address that `other` lacks, or without one, gRPC on another host."""
+        """True if these values have a REST address that `other` lacks, or without one, gRPC on another host."""
         known = [ServerAddress.parse(url) for url in (other.url, other.grpc_url) if url is not None]
         if not known:
             return False
@@ -133,7 +133,7 @@ class DaemonConnection:
 
     @property
     def is_default(self) -> bool:
-        """Whether neither flags nor environment nor a context named a daemon."""
+        """True if neither flags nor environment nor a context named a daemon."""
         return self.source == "the default" and self.grpc_url is None
 
     def rest_client(self, timeout_s: float = 60.0, expect_fingerprint: str | None = None) -> RestClient:

@@ -208,7 +208,7 @@ def _first_words(secured: ssl.SSLSocket) -> tuple[bytes, str | None]:
 
 
 def _speaks_tls(address: ServerAddress, limit: float) -> bool:
-    """Whether a server takes a TLS handshake; who it is does not matter here."""
+    """True if a server takes a TLS handshake; who it is does not matter here."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -223,5 +223,5 @@ def _speaks_tls(address: ServerAddress, limit: float) -> bool:
 
 
 def _is_http2(begins: bytes) -> bool:
-    """Whether the bytes begin with the frame SETTINGS, the first of a server of HTTP/2."""
+    """True if the bytes begin with the frame SETTINGS, the first of a server of HTTP/2."""
     return len(begins) >= _HTTP2_HEAD and begins[3] == _HTTP2_SETTINGS and begins[5:9] == bytes(4)

@@ -101,7 +101,7 @@ class RestChannel(ABC):
         return reply.body.decode()
 
     async def succeeds(self, path: str, *, timeout_s: float) -> bool:
-        """Whether GET answers 200 rather than 503.
+        """True if GET answers 200 rather than 503.
 
         Raises:
             TeimgrError: any other answer.

@@ -192,7 +192,7 @@ class InstanceCalls(RestCalls):
         return Health(body["status"], body)
 
     async def ready(self) -> bool:
-        """Whether every instance that should run serves."""
+        """True if every instance that should run serves."""
         return await self._http.succeeds("/ready", timeout_s=self._timeout_s)
 
     async def wait_until_running(self, name: str, *, deadline_s: float = 300.0) -> Instance:

@@ -175,7 +175,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_excluded(host: str, entries: Sequence[str]) -> bool:
-    """Whether a host ends in one of the entries of `no_proxy`, or an address is in one of their networks."""
+    """True if a host ends in one of the entries of `no_proxy`, or an address is in one of their networks."""
     if any(entry and (entry == "*" or host.lower().endswith(entry.lower())) for entry in entries):
         return True
     address = _ip_address(host)

@@ -195,7 +195,7 @@ class Agent:
     async def _answer(
         self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
-        """Whether another request may follow on this connection."""
+        """True if another request may follow on this connection."""
         match request:
             case {"op": "facts", "fleet": dict(fleet)}:
                 self._learn(FleetFacts.from_dict(fleet))
@@ -267,7 +267,7 @@ class Agent:
         await self._hold(worker, reader, writer)
 
     def _is_leaving(self, writer: asyncio.StreamWriter) -> bool:
-        """Whether the host takes nothing new; the other end gets the reason then."""
+        """True if the host takes nothing new; the other end gets the reason then."""
         if self.leaving.is_set():
             write_line(writer, error="this host is leaving the cluster")
         return self.leaving.is_set()

@@ -123,7 +123,7 @@ class EnrolmentServer:
         return str(await self._recorded(self.enrolment.create_token, self.authority.fingerprint, node, life_s))
 
     def is_member(self, node: str) -> bool:
-        """Whether the node has joined and was not removed; the daemon's own is one."""
+        """True if the node has joined and was not removed; the daemon's own is one."""
         return node == self.identity.node or self.enrolment.has(node)
 
     async def remove_host(self, name: str) -> bool:

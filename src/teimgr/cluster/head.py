@@ -214,7 +214,7 @@ class ClusterHead:
                 self._leaving.report(name)
 
     def _has_own_ports(self, member: Member) -> bool:
-        """Whether a host other than this one can be reached, and its instance ports are not those of this one: hosts on
+        """True if a host other than this one can be reached, and its instance ports are not those of this one: hosts on
         one machine have the same, unless each has its own address.
         """
         if member.name == self.host.name or member.facts is None or not member.facts.service:
@@ -291,7 +291,7 @@ def address_of(member: Member) -> HostAddress:
 
 
 def _is_here(address: str) -> bool:
-    """Whether an address is one of this machine; a name, which Ray may have in place of one, counts as another's."""
+    """True if an address is one of this machine; a name, which Ray may have in place of one, counts as another's."""
     try:
         if ipaddress.ip_address(address).is_loopback:
             return True

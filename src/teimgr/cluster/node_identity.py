@@ -119,7 +119,7 @@ async def keep_renewed(host: str, port: int, identity: FleetIdentity) -> None:
 
 
 def has_certificate(identity: FleetIdentity) -> bool:
-    """Whether the identity's folder has a certificate of its node that has not expired."""
+    """True if the identity's folder has a certificate of its node that has not expired."""
     try:
         certificate = x509.load_pem_x509_certificate((identity.folder / IDENTITY_FILE).read_bytes())
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -54,7 +54,7 @@ class TeiFlag:
     why: str = ""
 
     def has_value(self, following: Sequence[str]) -> bool:
-        """Whether the first of the words behind the flag is its value, or has to be."""
+        """True if the first of the words behind the flag is its value, or has to be."""
         return self.read is not _boolean or bool(following and following[0] in ("true", "false"))
 
 

@@ -20,5 +20,5 @@ class OnDemandSettings:
 
 
 def allows(patterns: Sequence[str], model_id: str) -> bool:
-    """Whether a call may have a model loaded: it is a hub id, and one of the patterns fits."""
+    """True if a call may have a model loaded: it is a hub id, and one of the patterns fits."""
     return bool(patterns) and is_hub_id(model_id) and any(fnmatchcase(model_id, each) for each in patterns)

@@ -200,7 +200,7 @@ class Succession:
 
     @property
     def tells_supervisor(self) -> bool:
-        """Whether a supervisor is to learn the new pid, as no parent keeps the former one."""
+        """True if a supervisor is to learn the new pid, as no parent keeps the former one."""
         return bool(self._environ) and self._parent is None
 
     def offer(self, sockets: Callable[[], Mapping[str, socket.socket]], ports: Mapping[str, str]) -> None:

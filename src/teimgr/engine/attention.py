@@ -157,12 +157,12 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "past_key_values", "head_ma
 
 
 def is_plain(attention_mask: Tensor | None, options: Mapping[str, Any]) -> bool:
-    """Whether a call of attention has no mask, bias, cap or cache, which neither packed rows nor a trace implement."""
+    """True if a call of attention has no mask, bias, cap or cache, which neither packed rows nor a trace implement."""
     return attention_mask is None and all(options.get(name) is None for name in _UNSUPPORTED)
 
 
 def causality_of(module: torch.nn.Module, is_causal: bool | None) -> bool:
-    """Whether attention is causal: as the call has it, else as the layer has it."""
+    """True if attention is causal: as the call has it, else as the layer has it."""
     return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
 
 

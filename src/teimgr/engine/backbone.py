@@ -97,7 +97,7 @@ class Transformer:
 
     @property
     def has_tasks(self) -> bool:
-        """Whether its layers have weights by task."""
+        """True if its layers have weights by task."""
         return self._task is not None
 
     @property
@@ -174,7 +174,7 @@ class Transformer:
         return self._kernel.vectors(batch, batch.positions(self._offset), torch.get_num_threads())
 
     def _has_longer(self, batch: PackedBatch) -> bool:
-        """Whether each length of `batch` needs a call, since positions depend on the length."""
+        """True if each length of `batch` needs a call, since positions depend on the length."""
         return self._trained is not None and batch.max_seqlen > self._trained and len(batch.runs) > 1
 
     def _hidden_by_task(self, batch: PackedBatch, task: Task) -> Tensor:
@@ -453,7 +453,7 @@ def convert_linears(model: nn.Module, dtype: torch.dtype) -> int:
 
 @functools.cache
 def prepacking_works(dtype: torch.dtype) -> bool:
-    """Whether the private operators exist and agree with `F.linear` in `dtype`."""
+    """True if the private operators exist and agree with `F.linear` in `dtype`."""
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(32, 48).requires_grad_(False)
     linear.weight.copy_(torch.randn(48, 32, generator=generator))

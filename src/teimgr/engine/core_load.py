@@ -148,7 +148,7 @@ class CoreLoad:
         return True
 
     def _is_taken(self, slot: int) -> bool:
-        """Whether another open file has locked the slot."""
+        """True if another open file has locked the slot."""
         answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, slot))
         return bool(struct.unpack(_LOCK, answer)[0] != fcntl.F_UNLCK)
 

@@ -475,7 +475,7 @@ class SelfTest(AwaitedJob):
         self.allocate_results(info.dimension, len(info.labels), is_cut=info.most_dimensions > 0)
 
     def agrees_with(self, reference: SelfTest) -> bool:
-        """Whether the results of both are equal, up to the effect of a batch's shape."""
+        """True if the results of both are equal, up to the effect of a batch's shape."""
         here, there = self._result(), reference._result()
         if here.shape != there.shape:
             return False

@@ -334,7 +334,7 @@ class Finisher:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is being finished or waits for that."""
+        """True if nothing is being finished or waits for that."""
         return self._inbox.empty() and not self._finishing.locked()
 
     def put(self, work: Work | None, timeout_s: float = math.inf) -> bool:

@@ -63,7 +63,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is out of memory, on the device or the host, in any form that torch raises."""
+    """True if `error` is out of memory, on the device or the host, in any form that torch raises."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -148,5 +148,5 @@ def _fused(
 
 
 def has_bfloat16() -> bool:
-    """Whether the GPU computes in bfloat16 itself."""
+    """True if the GPU computes in bfloat16 itself."""
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))

@@ -107,7 +107,7 @@ class QueryRunner(Protocol):
     """What computes queries, on its own thread or, where it can, on the one that brings them."""
 
     def is_idle(self) -> bool:
-        """Whether nothing is computed and no query is in the queue."""
+        """True if nothing is computed and no query is in the queue."""
 
     def serve_queries(self, entries: list[QueueEntry]) -> bool:
         """Compute and deliver queries on the calling thread; False, and nothing done, where that is not allowed."""
@@ -258,7 +258,7 @@ class Intake:
                 self._estimates[pending.job.lane] -= tokenized
 
     def _are_few_queries(self) -> bool:
-        """Whether all that waits are queries, and few enough for an event loop to tokenize."""
+        """True if all that waits are queries, and few enough for an event loop to tokenize."""
         waiting = self._inbox[Lane.INTERACTIVE]
         if self._inbox[Lane.BULK] or not 0 < len(waiting) <= _AT_ONCE_TEXTS:
             return False
@@ -469,7 +469,7 @@ def _enqueued(entries: list[QueueEntry]) -> list[QueueEntry]:
 
 
 def _are_short(job: Job) -> bool:
-    """Whether none of its texts is a long one, as far as that is known without a look at each."""
+    """True if none of its texts is a long one, as far as that is known without a look at each."""
     return job.chars <= _LONG_CHARS and type(job.inputs) is list
 
 

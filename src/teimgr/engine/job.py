@@ -151,7 +151,7 @@ class Account(Protocol):
 
     @property
     def decides_later(self) -> bool:
-        """Whether another host decides, so that `later` gets the decision instead of the caller of `charge`."""
+        """True if another host decides, so that `later` gets the decision instead of the caller of `charge`."""
 
     def charge(self, tokens: int, later: Decided | None = None) -> TeimgrError | None:
         """Charge the tokens of the whole job before one is computed; the reason where that is refused."""

@@ -45,7 +45,7 @@ def keys_of(encoded: Encoded, tenant: int) -> Iterator[Key]:
 
 
 def is_own(key: Key) -> bool:
-    """Whether the engine itself has asked for it."""
+    """True if the engine itself has asked for it."""
     return bool(key[2] == OWN_TENANT)
 
 

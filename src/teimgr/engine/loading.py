@@ -252,7 +252,7 @@ def _tokenizer(layout: Layout, most: int) -> TextTokenizer:
 
 
 def _begin_pictures(model: Model, tokenizer: TextTokenizer, dtype: torch.dtype, *, is_requested: bool) -> bool:
-    """Whether the layers of its image half are native."""
+    """True if the layers of its image half are native."""
     from teimgr.engine.images.inputs import FileTokenizer
     from teimgr.engine.images.model import PicturedModel
 

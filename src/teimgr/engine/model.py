@@ -96,12 +96,12 @@ class Model:
 
     @property
     def is_native(self) -> bool:
-        """Whether several threads may call it at a time."""
+        """True if several threads may call it at a time."""
         return self.backbone.batching is Batching.NATIVE
 
     @property
     def is_packed(self) -> bool:
-        """Whether texts of all lengths share a row."""
+        """True if texts of all lengths share a row."""
         return self.backbone.batching is not Batching.EQUAL_LENGTH
 
     def with_heads_of(self, layout: Layout) -> Model:
@@ -197,7 +197,7 @@ def _nothing(device: torch.device) -> Tensor:
 
 
 def _reads_hidden(head: Head, batch: PackedBatch) -> bool:
-    """Whether a head needs the forward of `batch`."""
+    """True if a head needs the forward of `batch`."""
     if isinstance(head, (SpladeHead, SpladeVectorHead)):
         return head.reads_hidden(batch)
     return not isinstance(head, TableMeanHead)

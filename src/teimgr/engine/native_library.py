@@ -101,7 +101,7 @@ class NativeLibrary:
 
     @property
     def gives_way(self) -> bool:
-        """Whether threads in the background pause for those of others."""
+        """True if threads in the background pause for those of others."""
         return self.set_wait is not None
 
     def to_background(self) -> None:
@@ -110,7 +110,7 @@ class NativeLibrary:
             self._set_background(ctypes.c_int32(1))
 
     def knows(self, **structures: type[ctypes.Structure]) -> bool:
-        """Whether each structure has the size that the library, which may be of another version, gives that name."""
+        """True if each structure has the size that the library, which may be of another version, gives that name."""
         return all(ctypes.sizeof(declared) == self._sizes[name] for name, declared in structures.items())
 
 
@@ -157,7 +157,7 @@ def address(array: NDArray[Any]) -> int:
 
 
 def native_forward_allowed() -> bool:
-    """Whether the environment allows more of the library than its attention."""
+    """True if the environment allows more of the library than its attention."""
     return _switch() not in ("0", "attention")
 
 

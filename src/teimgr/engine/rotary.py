@@ -64,7 +64,7 @@ def put_own_rotary(module: nn.Module) -> None:
 
 
 def depends_on_batch(module: nn.Module) -> bool:
-    """Whether the library takes frequencies by the longest text of a batch (rope type "longrope"), or scales all
+    """True if the library takes frequencies by the longest text of a batch (rope type "longrope"), or scales all
     tokens of a row by how many of them are masks (ESM).
     """
     if getattr(getattr(module, "config", None), "token_dropout", False):
@@ -88,7 +88,7 @@ def _as_own(library: Any) -> DynamicRotary:
 
 
 def _is_alike(own: DynamicRotary, library: Any, length: int) -> bool:
-    """Whether both give the same to the positions of one text: models differ in how they lay out the columns."""
+    """True if both give the same to the positions of one text: models differ in how they lay out the columns."""
     x, positions = torch.zeros(1, 1, dtype=torch.float32), torch.arange(length)[None]
     try:
         with torch.no_grad():

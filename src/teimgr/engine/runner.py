@@ -169,7 +169,7 @@ class Runner:
         return True
 
     def is_idle(self) -> bool:
-        """Whether nothing is computed and no query is in the queue."""
+        """True if nothing is computed and no query is in the queue."""
         return not self._in_flight.tokens and not self._queue.texts(Lane.INTERACTIVE)
 
     def run(self) -> None:
@@ -342,7 +342,7 @@ class Runner:
         return None
 
     def _may_have_twins(self) -> bool:
-        """Whether inputs wait that came while the last batch ran: an equal one need not be computed. A GPU has begun
+        """True if inputs wait that came while the last batch ran: an equal one need not be computed. A GPU has begun
         the next batch before the results of this one are there."""
         if self._is_table or gpu.is_gpu(self._model.backbone.device):
             return False

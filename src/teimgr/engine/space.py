@@ -301,7 +301,7 @@ def _code_digest(layout: Layout, code: Sequence[str]) -> str:
 
 
 def _has_own_code(layout: Layout) -> bool:
-    """Whether the model, the tokenizer or a module is code of the model's own."""
+    """True if the model, the tokenizer or a module is code of the model's own."""
     route = layout.query_route
     if layout.config.get("auto_map") or layout.own_tokenizer or layout.reader is not None:
         return True

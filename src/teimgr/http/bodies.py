@@ -58,7 +58,7 @@ def compression_fault(content_encoding: str) -> str | None:
 
 @lru_cache(256)
 def is_host(value: bytes) -> bool:
-    """Whether the value of a Host header (HTTP/2: `:authority`) is a host with or without a port (RFC 9110, 7.2)."""
+    """True if the value of a Host header (HTTP/2: `:authority`) is a host with or without a port (RFC 9110, 7.2)."""
     if (found := _HOST.fullmatch(value)) is None:
         return False
     address, port = found.groups()
@@ -76,7 +76,7 @@ def media_type(content_type: str) -> str:
 
 
 def is_json(content_type: str) -> bool:
-    """Whether a Content-Type header names JSON, or a form of it such as application/problem+json."""
+    """True if a Content-Type header names JSON, or a form of it such as application/problem+json."""
     if content_type == "application/json":  # the usual form
         return True
     kind = media_type(content_type)
@@ -111,7 +111,7 @@ def foreign_page(
 
 
 def _is_of_browser(headers: Mapping[str, str]) -> bool:
-    """Whether a browser may have sent a request. Scripts can replace values, but remove none of these headers.
+    """True if a browser may have sent a request. Scripts can replace values, but remove none of these headers.
 
     Node's fetch sends `Sec-Fetch-Mode` alone, which no browser does and no script in one can set.
     """
@@ -123,7 +123,7 @@ def _is_of_browser(headers: Mapping[str, str]) -> bool:
 
 
 def _is_own(host: str, names: Collection[str]) -> bool:
-    """Whether a Host header is an address, localhost or one of `names`: what DNS rebinding cannot produce."""
+    """True if a Host header is an address, localhost or one of `names`: what DNS rebinding cannot produce."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -261,7 +261,7 @@ class UnreadOfPort(ByteBudget):
 
 
 def has_room(scope: Scope) -> bool:
-    """Whether the reply to a request fits the limit of its connection."""
+    """True if the reply to a request fits the limit of its connection."""
     unread: UnreadReplies | None = scope.get(UNREAD)
     return unread is None or unread.has_room
 

@@ -32,11 +32,11 @@ class ByteBudget:
 
     @property
     def is_over(self) -> bool:
-        """Whether more is taken than the limit, or than that of a parent."""
+        """True if more is taken than the limit, or than that of a parent."""
         return self.taken_bytes > self.limit_bytes or (self._parent is not None and self._parent.is_over)
 
     def fits(self, count: int) -> bool:
-        """Whether `count` bytes more are within the limit and those of its parents, or nothing else is taken."""
+        """True if `count` bytes more are within the limit and those of its parents, or nothing else is taken."""
         return self._fits(count) and (self._parent is None or self._parent.fits(count))
 
     def try_take(self, count: int) -> bool:
@@ -151,7 +151,7 @@ class Shares:
 
 
 def leaves_as_much(own: int, left: int) -> bool:
-    """Whether a caller that holds `own` of something bounded may take more, if `left` is free after that.
+    """True if a caller that holds `own` of something bounded may take more, if `left` is free after that.
 
     It takes as much at most as it leaves: half, if no other has any. So callers, however many, leave room for another.
     """
@@ -194,7 +194,7 @@ class UnreadReplies(ByteBudget):
 
     @property
     def has_room(self) -> bool:
-        """Whether another call may begin: its client has read all, or these and those of all connections fit."""
+        """True if another call may begin: its client has read all, or these and those of all connections fit."""
         return self.taken_bytes == 0 or not self.is_over
 
     async def room(self, wait_s: float) -> None:
@@ -279,7 +279,7 @@ class Charge:
             await self.take(count - reserved, wait_s)
 
     def is_late(self, now: float) -> bool:
-        """Whether less has arrived since `reserve` than should have by `now`, a `time.monotonic` value."""
+        """True if less has arrived since `reserve` than should have by `now`, a `time.monotonic` value."""
         return self._arrived < (now - self._since) * _BYTES_PER_S
 
     def give_up_reserve(self) -> None:

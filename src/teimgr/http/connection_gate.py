@@ -256,7 +256,7 @@ class Ticket:
             self._gate.hold(self, size)
 
     def has_room(self, size: int) -> bool:
-        """Whether the connection could hold this many bytes more without displacing one."""
+        """True if the connection could hold this many bytes more without displacing one."""
         return self._gate.held_bytes + size <= HELD_BYTES
 
     def leave(self) -> None:
@@ -277,7 +277,7 @@ class Ticket:
         return self._gate.closings.call(self.network, transport.close)
 
     def ends_later(self, end: Callable[[], object]) -> bool:
-        """Whether `end`, of a closed connection or of a stream of it, is called in a later turn, as many end in this
+        """True if `end`, of a closed connection or of a stream of it, is called in a later turn, as many end in this
         one. False for a connection that had its turn before it was closed.
         """
         if self._had_turn:
@@ -286,7 +286,7 @@ class Ticket:
         return self._gate.closings.call(self.network, end)
 
     def begins_later(self, begin: Callable[[], object]) -> bool:
-        """Whether `begin`, for the first bytes of the client, is called in a later turn, as many begin in this one."""
+        """True if `begin`, for the first bytes of the client, is called in a later turn, as many begin in this one."""
         return self._gate.beginnings.call(self.network, begin)
 
     def expire(self) -> None:

@@ -73,7 +73,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
 
     @property
     def is_connected(self) -> bool:
-        """Whether it owns its socket."""
+        """True if it owns its socket."""
         return self._below is not None
 
     # The protocol of the connection below.
@@ -196,7 +196,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self.abort()
 
     def _shake_hands(self) -> bool:
-        """Whether the handshake has ended; the protocol is made then."""
+        """True if the handshake has ended; the protocol is made then."""
         try:
             self._tls.do_handshake()
         finally:

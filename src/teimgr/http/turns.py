@@ -94,7 +94,7 @@ class CallTurns(_InTurns):
         return True
 
     def has_room(self) -> bool:
-        """Whether a call may be made now, which is counted."""
+        """True if a call may be made now, which is counted."""
         if self._left <= 0 or self._waiting:
             return False
         self._left -= 1

@@ -151,7 +151,7 @@ def only_in(found: tuple[str, str], original: str | None) -> str:
 
 
 def has_configuration(path: Path) -> bool:
-    """Whether a directory can be a model's, or an adapter's."""
+    """True if a directory can be a model's, or an adapter's."""
     return any((path / name).exists() for name in _CONFIGURATIONS) or gguf_file(path) is not None
 
 
@@ -399,7 +399,7 @@ def lost_file(root: Path) -> str | None:
 
 
 def _leads_nowhere(path: Path) -> bool:
-    """Whether there is nothing at the end of a link; False for links in a circle, which are broken files."""
+    """True if there is nothing at the end of a link; False for links in a circle, which are broken files."""
     try:
         path.stat()
     except OSError as error:
@@ -412,7 +412,7 @@ _ABSENT = ".no_exist"
 
 
 def may_lack_modules(root: Path) -> bool:
-    """Whether a snapshot in the hub's cache may be a part of its repository: it has no modules.json, and the
+    """True if a snapshot in the hub's cache may be a part of its repository: it has no modules.json, and the
     cache has no note that the repository has none. The transformers library alone fetches none.
     """
     if root.parent.name != "snapshots" or (root / "modules.json").exists() or gguf_file(root) is not None:
@@ -465,7 +465,7 @@ def fault_of(path: Path) -> str | None:
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether a file is what git checks out in place of a large file where git-lfs is not installed."""
+    """True if a file is what git checks out in place of a large file where git-lfs is not installed."""
     try:
         if path.stat().st_size > _MAX_POINTER_BYTES:
             return False
@@ -476,7 +476,7 @@ def is_pointer(path: Path) -> bool:
 
 
 def is_cut_short(weights: Path) -> bool:
-    """Whether a safetensors file ends before the data that its head announces; other files are not looked into."""
+    """True if a safetensors file ends before the data that its head announces; other files are not looked into."""
     if weights.suffix != ".safetensors":
         return False
     try:

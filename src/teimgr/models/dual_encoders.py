@@ -57,7 +57,7 @@ _OLD_END = 2  # `eos_token_id` of CLIP's first configurations, whose code takes 
 
 
 def is_dual_encoder(metadata: ModelMetadata) -> bool:
-    """Whether the model embeds texts and images into one space."""
+    """True if the model embeds texts and images into one space."""
     return metadata.config["model_type"] in DUAL_ENCODERS
 
 
@@ -317,7 +317,7 @@ def colours(given: dict[str, Any], key: str, default: tuple[float, ...]) -> tupl
 
 
 def is_image_encoder(metadata: ModelMetadata) -> bool:
-    """Whether the model embeds images and no texts."""
+    """True if the model embeds images and no texts."""
     return metadata.config["model_type"] in IMAGE_ENCODERS
 
 
@@ -381,7 +381,7 @@ _MAX_BANDS = 1024
 
 
 def is_sound_encoder(metadata: ModelMetadata) -> bool:
-    """Whether the model embeds texts and sounds into one space."""
+    """True if the model embeds texts and sounds into one space."""
     return metadata.config["model_type"] in SOUND_ENCODERS
 
 

@@ -267,7 +267,7 @@ def _main_failure(failures: Sequence[TeimgrError]) -> TeimgrError:
 
 
 def is_offline() -> bool:
-    """Whether huggingface-hub may not use the network (HF_HUB_OFFLINE)."""
+    """True if huggingface-hub may not use the network (HF_HUB_OFFLINE)."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     return bool(HF_HUB_OFFLINE)
@@ -330,7 +330,7 @@ def _check_place(snapshot: Path, model_id: str, cache: Path | None = None) -> No
 
 
 def is_in_cache(path: Path) -> bool:
-    """Whether a directory is in a snapshot of a hub cache."""
+    """True if a directory is in a snapshot of a hub cache."""
     return any(parent.name == "snapshots" and parent.parent.name.startswith(_FOLDER_PREFIX) for parent in path.parents)
 
 
@@ -523,7 +523,7 @@ def cache_problem(error: BaseException) -> TeimgrError | None:
 
 
 def is_transport_error(error: Exception) -> bool:
-    """Whether an error is of the hub's HTTP library, whose module name changed between releases."""
+    """True if an error is of the hub's HTTP library, whose module name changed between releases."""
     return type(error).__module__.split(".")[0] in {"httpx", "httpx2", "httpcore", "httpcore2"}
 
 

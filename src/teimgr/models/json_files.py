@@ -69,7 +69,7 @@ class TokenFiles:
         return tuple(sorted({id for id in found if id is not None}))
 
     def has_types(self, model: dict[str, Any]) -> bool:
-        """Whether a pair's second text has token type 1, by the tokenizer and by config.json (`model`)."""
+        """True if a pair's second text has token type 1, by the tokenizer and by config.json (`model`)."""
         return int(setting(model, "type_vocab_size") or 0) >= 2 and self._gives_types(model)
 
     def check_types(self, model: dict[str, Any]) -> None:
@@ -93,12 +93,12 @@ class TokenFiles:
 
     @property
     def drops_spaces(self) -> bool:
-        """Whether a space before a text has no effect, as in BERT's vocabulary."""
+        """True if a space before a text has no effect, as in BERT's vocabulary."""
         return (self._file.get("model") or {}).get("type") == "WordPiece"
 
     @property
     def cuts_left(self) -> bool:
-        """Whether too long texts lose their beginning by tokenizer.json, whose settings the library takes where
+        """True if too long texts lose their beginning by tokenizer.json, whose settings the library takes where
         tokenizer_config.json has no side. They stand at its beginning.
         """
         return _CUTS_LEFT.search(self._head) is not None
@@ -242,7 +242,7 @@ def checked_length(given: Any, file: str) -> int:
 
 
 def _has_position_table(config: dict[str, Any]) -> bool:
-    """Whether each position has a row of weights, so that no position is beyond the last row."""
+    """True if each position has a row of weights, so that no position is beyond the last row."""
     if config.get("position_embedding_type") == "alibi":
         return False
     if config["model_type"] in ("deberta", "deberta-v2"):

@@ -81,7 +81,7 @@ def _scoring(metadata: ModelMetadata) -> Kind:
 
 
 def is_causal(metadata: ModelMetadata) -> bool:
-    """Whether scores come from a causal language model's next token."""
+    """True if scores come from a causal language model's next token."""
     if metadata.chain.has("LogitScore"):
         return True
     if metadata.chain.behind:  # whose modules give the scores

@@ -61,7 +61,7 @@ def with_role_lengths(layout: Layout, late: LateInteraction, texts: dict[str, An
 
 
 def is_pylate(metadata: ModelMetadata) -> bool:
-    """Whether PyLate saved a model: by its keys, as `model_type` is missing before sentence-transformers 5."""
+    """True if PyLate saved a model: by its keys, as `model_type` is missing before sentence-transformers 5."""
     ours = _PYLATE_KEYS & metadata.saved.keys()
     return bool(ours) and bool(metadata.chain.modules) and not metadata.chain.has("Pooling")
 

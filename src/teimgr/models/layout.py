@@ -447,17 +447,17 @@ class Layout:
 
     @property
     def pools_itself(self) -> bool:
-        """Whether its first module, code of the model's own, gives one vector for each text."""
+        """True if its first module, code of the model's own, gives one vector for each text."""
         return self.reader is not None and not self.poolings
 
     @property
     def reads_files(self) -> bool:
-        """Whether it is a model of images or sounds beside texts."""
+        """True if it is a model of images or sounds beside texts."""
         return self.dual is not None or self.sound is not None
 
     @property
     def reads_texts(self) -> bool:
-        """Whether it is anything but a model of images alone."""
+        """True if it is anything but a model of images alone."""
         return not isinstance(self.dual, ImageEncoder)
 
     @property
@@ -483,12 +483,12 @@ class Layout:
 
     @property
     def has_routes(self) -> bool:
-        """Whether queries go another way than documents."""
+        """True if queries go another way than documents."""
         return self.query_table is not None or self.query_route is not None
 
     @property
     def has_queries_by_default(self) -> bool:
-        """Whether a text without a role goes the way of queries, on a model with routes."""
+        """True if a text without a role goes the way of queries, on a model with routes."""
         return any(way is not None and way.is_default for way in (self.query_table, self.query_route))
 
     @property

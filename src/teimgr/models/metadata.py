@@ -94,7 +94,7 @@ class ModelMetadata:
         return tuple(str(name) for name in self.config.get("architectures") or ())
 
     def has_head(self, ending: str) -> bool:
-        """Whether an architecture has this suffix, such as "ForMaskedLM"."""
+        """True if an architecture has this suffix, such as "ForMaskedLM"."""
         return any(name.endswith(ending) for name in self.architectures)
 
     @property

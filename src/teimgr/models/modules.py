@@ -33,7 +33,7 @@ PACKAGES = ("sentence_transformers.", "pylate.")
 
 
 def is_own_module(dotted: str) -> bool:
-    """Whether the type of a module is a class of the model's own that is not known here."""
+    """True if the type of a module is a class of the model's own that is not known here."""
     return bool(dotted) and not dotted.startswith(PACKAGES) and dotted not in KNOWN_OWN
 
 

@@ -114,7 +114,7 @@ def is_commit(text: str) -> bool:
 
 
 def is_blob(name: str) -> bool:
-    """Whether a file of this name in a folder of blobs has its digest as name."""
+    """True if a file of this name in a folder of blobs has its digest as name."""
     return bool(_BLOB.fullmatch(name))
 
 
@@ -439,7 +439,7 @@ class _Fetch:
         partial.unlink(missing_ok=True)
 
     def _has(self, file: ModelFile) -> bool:
-        """Whether the blob is here; nothing but whole files has such a name."""
+        """True if the blob is here; nothing but whole files has such a name."""
         path = self._blobs / file.blob
         return path.exists() and file_size(path) == file.size_bytes
 

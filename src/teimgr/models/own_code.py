@@ -88,7 +88,7 @@ def references(config: Config) -> list[tuple[str, str]]:
 
 
 def _has(code: _Code, classes: Iterable[tuple[str, str]]) -> bool:
-    """Whether all `classes` are of this code; a repository that ends in "/" is any of its owner."""
+    """True if all `classes` are of this code; a repository that ends in "/" is any of its owner."""
     of_owner = code.repository.endswith("/")
     return all(
         (where in ("", code.repository) or (of_owner and where.startswith(code.repository))) and name in code.classes
@@ -391,7 +391,7 @@ def added_end(tokenizer: Config, model_type: str, trust_remote_code: bool) -> st
 
 
 def has_own_tokenizer(tokenizer: Config) -> bool:
-    """Whether tokenizer_config.json names code that is not known: where it is trusted, tokenizer.json is not enough."""
+    """True if tokenizer_config.json names code that is not known: where it is trusted, tokenizer.json is not enough."""
     return any(
         where not in _KNOWN_TOKENIZERS or name not in _ENDING_TOKENIZERS for where, name in references(tokenizer)
     )

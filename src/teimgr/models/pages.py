@@ -62,7 +62,7 @@ _MAX_PROMPT = 1000  # characters
 
 
 def is_page_encoder(metadata: ModelMetadata) -> bool:
-    """Whether the model embeds queries, and page images with a vector for each token."""
+    """True if the model embeds queries, and page images with a vector for each token."""
     return metadata.config["model_type"] in PAGE_ENCODERS
 
 
@@ -175,7 +175,7 @@ def _tile_steps(given: dict[str, Any]) -> TileSteps:
 
 
 def _has_colour_of_padding(steps: PixelSteps) -> bool:
-    """Whether a colour becomes 0 in all three numbers, of which the library makes what pads a batch."""
+    """True if a colour becomes 0 in all three numbers, of which the library makes what pads a batch."""
     assert steps.mean is not None
     assert steps.factor is not None
     return all(abs(mean / steps.factor - round(mean / steps.factor)) < 1e-3 for mean in steps.mean)

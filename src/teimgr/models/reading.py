@@ -142,7 +142,7 @@ def _longest_of_table(metadata: ModelMetadata) -> int:
 
 
 def _truncates_left(metadata: ModelMetadata) -> bool:
-    """Whether too long texts lose their beginning where a request does not say."""
+    """True if too long texts lose their beginning where a request does not say."""
     if metadata.static:  # which the library has tokenizer.json alone cut
         return metadata.tokens.cuts_left and bool(metadata.chain.modules)
     kwargs = metadata.settings.get("processor_kwargs") or metadata.settings.get("tokenizer_args") or {}

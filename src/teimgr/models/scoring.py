@@ -211,7 +211,7 @@ SEQ2SEQ = "ForConditionalGeneration"
 
 
 def writes_text(metadata: ModelMetadata) -> bool:
-    """Whether the model is a language model, or an encoder-decoder whose scoring of pairs is known."""
+    """True if the model is a language model, or an encoder-decoder whose scoring of pairs is known."""
     if metadata.has_head(SEQ2SEQ):
         return metadata.config["model_type"] in _RECIPES
     return metadata.has_head("ForCausalLM")
@@ -222,7 +222,7 @@ _OTHER_RERANKERS = ("duot5", "ctxl-rerank", "zerank", "jina-reranker", "lightwei
 
 
 def has_prompt_of_its_own(metadata: ModelMetadata) -> bool:
-    """Whether a language model is a reranker whose prompt is known, by its model card.
+    """True if a language model is a reranker whose prompt is known, by its model card.
 
     Nothing else distinguishes Qwen3-Reranker from Qwen3 itself.
     """
@@ -277,7 +277,7 @@ _NEMOTRON = "LlamaBidirectionalForSequenceClassification"
 
 
 def is_nemotron(metadata: ModelMetadata) -> bool:
-    """Whether scores are those of NVIDIA's bidirectional Llama: a linear layer behind the pooled hidden states."""
+    """True if scores are those of NVIDIA's bidirectional Llama: a linear layer behind the pooled hidden states."""
     return metadata.config["model_type"] == "llama" and _NEMOTRON in metadata.architectures
 
 
@@ -376,7 +376,7 @@ _DOCUMENT_MARK, _QUERY_MARK = "<|embed_token|>", "<|rerank_token|>"
 
 
 def is_listwise(metadata: ModelMetadata) -> bool:
-    """Whether scores depend on all documents of a request."""
+    """True if scores depend on all documents of a request."""
     return ARCHITECTURE in metadata.architectures
 
 

@@ -97,12 +97,12 @@ def hub_model(model_id: str, revision: str | None = None) -> HubModel:
 
 
 def names_a_path(model_id: str) -> bool:
-    """Whether a model id can only be a directory."""
+    """True if a model id can only be a directory."""
     return model_id.startswith(("/", "./", "../", "~")) or model_id in (".", "..")
 
 
 def is_hub_id(model_id: str) -> bool:
-    """Whether the hub could have a model of this id."""
+    """True if the hub could have a model of this id."""
     fits = len(model_id) <= MAX_PATH_CHARS and _HUB_ID.fullmatch(model_id) is not None
     return fits and "--" not in model_id and ".." not in model_id and not model_id.endswith(".git")
 
@@ -127,7 +127,7 @@ def revision_problem(revision: str | None) -> str | None:
 
 
 def stays_below(name: str) -> bool:
-    """Whether the name of a file in a repository is a path that leads nowhere but below its folder."""
+    """True if the name of a file in a repository is a path that leads nowhere but below its folder."""
     parts = name.split("/")
     return (
         0 < len(name) <= MAX_PATH_CHARS
@@ -145,7 +145,7 @@ def home_of(root: Path) -> Path:
 
 
 def is_inside(path: Path, *homes: Path) -> bool:
-    """Whether a path leads into one of `homes`, which are resolved, or is one of them."""
+    """True if a path leads into one of `homes`, which are resolved, or is one of them."""
     try:
         place = path.resolve()
     except (OSError, RuntimeError, ValueError):  # links in a circle, a null character
@@ -194,7 +194,7 @@ def ref_problem(folder: Path, revision: str) -> str | None:
 
 
 def is_own_snapshot(snapshot: Path, folder: Path) -> bool:
-    """Whether a snapshot that a ref or a link led to is one of those in the cache folder of its model."""
+    """True if a snapshot that a ref or a link led to is one of those in the cache folder of its model."""
     try:
         return snapshot.resolve().parent == (folder / "snapshots").resolve()
     except (OSError, RuntimeError, ValueError):

@@ -53,7 +53,7 @@ _SYSTEM, _FIRST, _SECOND = "\ue000system\ue001", "\ue000first\ue001", "\ue000sec
 
 
 def is_vision_chat(metadata: ModelMetadata) -> bool:
-    """Whether the model reads texts and images in one input."""
+    """True if the model reads texts and images in one input."""
     return metadata.config["model_type"] in VISION_CHATS
 
 

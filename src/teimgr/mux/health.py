@@ -51,7 +51,7 @@ class MuxHealth(HealthService):
         return self._statuses.get(service)
 
     def is_public(self, service: str) -> bool:
-        """Whether it is "" or one of `services`, and not an instance."""
+        """True if it is "" or one of `services`, and not an instance."""
         return service in self._services
 
     def statuses(self, covers: Callable[[str], bool]) -> dict[str, int]:

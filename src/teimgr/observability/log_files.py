@@ -181,7 +181,7 @@ def _text(line: bytes) -> str:
 
 
 def _begins(path: Path, head: bytes, size: int) -> bool:
-    """Whether a file starts with `head` and has at least `size` bytes."""
+    """True if a file starts with `head` and has at least `size` bytes."""
     return _read(path, 0, len(head)) == head and (not size or path.stat().st_size >= size)
 
 

@@ -83,7 +83,7 @@ class PrivateMemory:
 
 
 def _is_fork() -> bool:
-    """Whether this process is a fork that has run no other program since."""
+    """True if this process is a fork that has run no other program since."""
     stat = Path("/proc/self/stat")
     return stat.exists() and bool(int(stat.read_text().rpartition(")")[2].split()[6]) & _PF_FORKNOEXEC)
 

@@ -134,7 +134,7 @@ class RequestContext:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the trace is recorded, so that statistics are needed."""
+        """True if the trace is recorded, so that statistics are needed."""
         if self._trace is None and self._packed is not None:  # packed in a frame: read the flag without unpacking
             return len(self._packed) >= _TRACE.size and bool(self._packed[_TRACE.size - 1] & _SAMPLED)
         return self._trace is not None and self._trace.sampled

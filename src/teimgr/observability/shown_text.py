@@ -25,7 +25,7 @@ def several_lines(text: str) -> str:
 
 
 def has_controls(text: str, allowed: str = "") -> bool:
-    """Whether the text has a control character that is not in `allowed`."""
+    """True if the text has a control character that is not in `allowed`."""
     return any(found[0] not in allowed for found in _UNSAFE.finditer(text))
 
 

@@ -101,7 +101,7 @@ def _shown_names(names: list[str]) -> str:
 
 
 def is_string(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds texts, itself or as values of a dictionary."""
+    """True if a column of this type holds texts, itself or as values of a dictionary."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
@@ -293,7 +293,7 @@ def read_inputs(
 
 
 def has_files(ipc: bytes | memoryview, column: str) -> bool:
-    """Whether a stream has files in a column of this name; raises InvalidInput: it is not an IPC stream."""
+    """True if a stream has files in a column of this name; raises InvalidInput: it is not an IPC stream."""
     with _refusing():
         return _holds_files(_opened(ipc).schema, column)
 

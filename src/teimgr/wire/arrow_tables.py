@@ -211,7 +211,7 @@ ImageRow = bytes | str | tuple[bytes, str] | None
 
 
 def is_images(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds files: binary, or a struct with binary `bytes`."""
+    """True if a column of this type holds files: binary, or a struct with binary `bytes`."""
     if pa.types.is_struct(kind):
         position = kind.get_field_index("bytes")
         return bool(position >= 0 and _is_binary(kind.field(position).type))

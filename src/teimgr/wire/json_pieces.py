@@ -86,7 +86,7 @@ def _may_be_large(value: Any) -> bool:
 
 
 def _is_large(value: Any, rows: int) -> bool:
-    """Whether `rows` values like this one have many numbers; the first element of a list stands for all."""
+    """True if `rows` values like this one have many numbers; the first element of a list stands for all."""
     kind = type(value)
     if kind is np.ndarray:
         return bool(value.size * rows > _AT_ONCE)

@@ -103,7 +103,7 @@ def _windows(size: int) -> Iterator[int]:
 
 
 def mentions(text: AnyText, word: bytes) -> bool:
-    """Whether `word` is in a text."""
+    """True if `word` is in a text."""
     return any(word in bytes(text[at : at + _SEARCHED_BYTES + len(word) - 1]) for at in _windows(len(text)))
 
 
@@ -232,7 +232,7 @@ def _end_of_nested(text: Text, at: int, name: str) -> Steps[int]:
 
 
 def _is_text(text: Text, at: int, end: int, expected: str) -> bool:
-    """Whether the string literal between two positions is `expected`, which may be written in escapes."""
+    """True if the string literal between two positions is `expected`, which may be written in escapes."""
     if end - at == len(expected) + 2:
         return text[at + 1 : end - 1] == expected.encode()
     if end - at > 6 * len(expected) + 2 or text.find(b"\\", at, end) < 0:

@@ -208,7 +208,7 @@ _NO_BYTES = msgpack.packb(b"")
 
 
 def _may_be_large(value: Any) -> bool:
-    """Whether a value is an array that is not small, or may have one in it."""
+    """True if a value is an array that is not small, or may have one in it."""
     if isinstance(value, np.ndarray):
         return value.nbytes > _SMALL_ARRAY_BYTES
     return isinstance(value, list) or (isinstance(value, dict) and any(map(_may_be_large, value.values())))

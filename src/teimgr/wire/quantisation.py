@@ -37,7 +37,7 @@ class Precision(str, Enum):
 
     @property
     def needs_unit_vectors(self) -> bool:
-        """Whether numbers beyond -1 and 1 are clipped."""
+        """True if numbers beyond -1 and 1 are clipped."""
         return self in (Precision.INT8, Precision.UINT8)
 
     def elements(self, width: int) -> int:

@@ -40,7 +40,7 @@ def reply_marks(space: str, precision: str) -> Marks:
 
 
 def meets(expected: str, space: str, precision: str) -> bool:
-    """Whether vectors are of the expected space, in at least the expected precision.
+    """True if vectors are of the expected space, in at least the expected precision.
 
     Raises:
         InvalidInput: `expected` is not a fingerprint.

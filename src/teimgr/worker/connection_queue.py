@@ -38,7 +38,7 @@ class ConnectionQueue:
 
     @property
     def is_sending(self) -> bool:
-        """Whether connections that were passed on wait here for room."""
+        """True if connections that were passed on wait here for room."""
         return bool(self._waiting)
 
     def serve(self, take: Callable[[int, socket.socket], None]) -> None:

@@ -520,7 +520,7 @@ class HttpInference:
         return found
 
     async def mentions(self, request: HttpRequest, word: bytes) -> bool:
-        """Whether a word is in the request's body."""
+        """True if a word is in the request's body."""
         search = partial(json_scan.mentions, request.body, word)
         return await self.dispatcher.off_loop(search) if len(request.body) > _LARGE_BODY_BYTES else search()
 

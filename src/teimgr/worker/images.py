@@ -379,7 +379,7 @@ def item_of_object(given: dict[str, Any], place: str) -> SentItem:
 
 
 def has_image(given: Any) -> bool:
-    """Whether a document of a rerank has an image: Jina's `{"image": …}`, or vLLM's content of parts."""
+    """True if a document of a rerank has an image: Jina's `{"image": …}`, or vLLM's content of parts."""
     if not isinstance(given, dict):
         return False
     parts = given.get("content")
@@ -448,7 +448,7 @@ def _sound_of_part(part: dict[str, Any], where: str) -> SentImage | None:
 
 
 def is_conversations(messages: Any) -> bool:
-    """Whether vLLM's `messages` are several conversations, each an item, and not one."""
+    """True if vLLM's `messages` are several conversations, each an item, and not one."""
     return isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
 
 

@@ -57,7 +57,7 @@ def need_kind(model: LoadedModel, kinds: Sequence[str], doing: str) -> None:
 
 
 def ranks_images(model: LoadedModel) -> bool:
-    """Whether documents, images among them, are ranked by the model's vectors."""
+    """True if documents, images among them, are ranked by the model's vectors."""
     return "image" in model.modalities and model.kind in (Kind.EMBEDDING, Kind.MULTI_VECTOR)
 
 

@@ -74,7 +74,7 @@ class LinkServer:
 
     @property
     def has_callers(self) -> bool:
-        """Whether a connection has sent calls, not only control commands or watches."""
+        """True if a connection has sent calls, not only control commands or watches."""
         return any(link.is_callers for link in self.open)
 
     def announce(self, facts: dict[str, Any]) -> None:

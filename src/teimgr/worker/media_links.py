@@ -214,7 +214,7 @@ def _look_up(host: str, port: int) -> list[str]:
 
 
 def _is_public(address: Address) -> bool:
-    """Whether it is on the internet, and does not stand for an address of another kind, as in 6to4."""
+    """True if it is on the internet, and does not stand for an address of another kind, as in 6to4."""
     if isinstance(address, ipaddress.IPv6Address) and (
         address not in _UNICAST_6 or address.sixtofour is not None or address.teredo is not None
     ):

@@ -43,7 +43,7 @@ class RemoteMeter:
         self._last = 0
 
     def knows(self, tenant: int) -> bool:
-        """Whether the other host charges and counts for a tenant; it has no table otherwise."""
+        """True if the other host charges and counts for a tenant; it has no table otherwise."""
         return tenant in self._standings
 
     def standing(self, tenant: int) -> RemoteStanding:

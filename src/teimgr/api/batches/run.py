@@ -260,7 +260,7 @@ class BatchRun:
     # Parts of steps
 
     async def _until_stopped(self, step: Coroutine[Any, Any, None]) -> bool:
-        """Whether `step` ended; False where the batch was cancelled or its window passed before."""
+        """True if `step` ended; False where the batch was cancelled or its window passed before."""
         left_s = max(0.0, self.batch.expires - self._tools.files.clock())
         working = asyncio.ensure_future(step)
         stopping = asyncio.ensure_future(self._cancelled.wait())

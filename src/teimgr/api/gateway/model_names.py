@@ -211,7 +211,7 @@ def _found(body: bytes | bytearray, start: int) -> str | Steps[str | None] | Non
 
 
 def _parses_quickly(body: bytes | bytearray, start: int) -> bool:
-    """Whether orjson is quick with a body."""
+    """True if orjson is quick with a body."""
     size = len(body) - start
     if size > PARSED_BYTES:
         return False

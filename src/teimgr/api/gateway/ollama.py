@@ -290,7 +290,7 @@ def _name_in(body: Mapping[str, Any]) -> str:
 
 
 def _unloads(body: Mapping[str, Any]) -> bool:
-    """Whether a request to generate has nothing to answer and asks that its model go."""
+    """True if a request to generate has nothing to answer and asks that its model go."""
     kept = body.get("keep_alive")
     is_zero = (kept == 0 and not isinstance(kept, bool)) or kept in ("0", "0s", "0m", "0h")
     return is_zero and not body.get("prompt") and not body.get("messages")

@@ -54,7 +54,7 @@ class Event(NamedTuple):
 
 
 def wants_events(request: Request) -> bool:
-    """Whether the caller prefers events to one answer."""
+    """True if the caller prefers events to one answer."""
     return EVENT_STREAM in request.headers.get("accept", "")
 
 

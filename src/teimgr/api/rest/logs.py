@@ -92,7 +92,7 @@ async def _answer(request: Request, name: str, asked: Slice) -> StreamingRespons
 
 
 def wants_text(request: Request) -> bool:
-    """Whether the caller asks for lines rather than for JSON or events."""
+    """True if the caller asks for lines rather than for JSON or events."""
     return PLAIN_TEXT in request.headers.get("accept", "")
 
 

@@ -54,7 +54,7 @@ MAX_PARAMETERS = 1000
 
 
 def has_too_many(query: bytes) -> bool:
-    """Whether a query has more than `MAX_PARAMETERS` parameters."""
+    """True if a query has more than `MAX_PARAMETERS` parameters."""
     return query.count(b"&") >= MAX_PARAMETERS
 
 
@@ -316,7 +316,7 @@ class TrustedProxies:
         self._addresses = ProxyHeadersMiddleware(_nothing, _with_mapped(proxies))
 
     def concerns(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether `read` may change the client, the scheme or the path prefix of a request with these headers."""
+        """True if `read` may change the client, the scheme or the path prefix of a request with these headers."""
         return not _OF_CALLERS.isdisjoint(headers)
 
     async def read(self, scope: MutableMapping[str, Any]) -> str:

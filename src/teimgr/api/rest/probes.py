@@ -48,7 +48,7 @@ _BOTH: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}, "a
 
 
 def _waits_for_calls(view: InstanceView) -> bool:
-    """Whether an instance is loaded on demand, and did not fail."""
+    """True if an instance is loaded on demand, and did not fail."""
     return view.spec.load == "on_demand" and view.state is not State.FAILED
 
 
@@ -102,7 +102,7 @@ async def health_ready(request: Request, manager: ManagerDep) -> Response:
 
 
 def routes_calls(app: FastAPI, manager: Manager) -> bool:
-    """Whether the daemon has booted and the instances of its start have settled."""
+    """True if the daemon has booted and the instances of its start have settled."""
     routing: RoutingState = app.state.routing
     return bool(app.state.booted()) and routing.has_settled(manager.list())
 
@@ -143,7 +143,7 @@ async def metrics(
 
 
 def _knows_names(request: Request) -> bool:
-    """Whether the caller of a public route may know the names of all instances."""
+    """True if the caller of a public route may know the names of all instances."""
     policy: Policy = request.app.state.policy.now
     if policy.is_open:
         return True

@@ -75,7 +75,7 @@ _KNOWN = (*_KEYS, *_WITHOUT_KEY, *_MODELS_OWN, *_SERVERS_OWN)
 
 
 def is_infinity(service: Service) -> bool:
-    """Whether the service runs an image or the program of Infinity."""
+    """True if the service runs an image or the program of Infinity."""
     named = any(name in service.image for name in _IMAGES) or any(PROGRAM in word for word in service.words[:2])
     return named or any(name.startswith(f"{_PREFIX}MODEL_ID") for name in service.environ)
 

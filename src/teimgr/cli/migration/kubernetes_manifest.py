@@ -22,7 +22,7 @@ _NAMES = (
 
 
 def is_manifest(documents: Sequence[Any]) -> bool:
-    """Whether the documents of a file are objects of Kubernetes."""
+    """True if the documents of a file are objects of Kubernetes."""
     return any(isinstance(each, dict) and "apiVersion" in each and "kind" in each for each in documents)
 
 

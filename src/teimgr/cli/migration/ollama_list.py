@@ -69,7 +69,7 @@ class _Listed(NamedTuple):
 
 
 def is_list(path: Path) -> bool:
-    """Whether a file is Ollama's: a JSON object, or a table with the head of `ollama list`."""
+    """True if a file is Ollama's: a JSON object, or a table with the head of `ollama list`."""
     try:
         text = read_text(path, MAX_FILE_BYTES)
     except InvalidConfig:

@@ -26,7 +26,7 @@ _DEFAULTS = {"auto_restore_on_restart": False}
 
 
 def is_state(table: Mapping[str, Any]) -> bool:
-    """Whether a table is a state file's."""
+    """True if a table is a state file's."""
     return "last_updated" in table
 
 

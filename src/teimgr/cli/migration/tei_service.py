@@ -48,7 +48,7 @@ _GPU_NOTE = "TEI's is float16; `auto` is a 16-bit type, or float32 where the cos
 
 
 def is_tei(service: Service) -> bool:
-    """Whether the service runs an image or the program of TEI."""
+    """True if the service runs an image or the program of TEI."""
     return "text-embeddings-inference" in service.image or any(PROGRAM in word for word in service.words[:2])
 
 

@@ -29,7 +29,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def is_file_to_embed(path: Path) -> bool:
-    """Whether a path is named as an image, a PDF document or a sound."""
+    """True if a path is named as an image, a PDF document or a sound."""
     return any(path.suffix.lower() in suffixes for suffixes in SUFFIXES.values())
 
 

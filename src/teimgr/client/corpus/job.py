@@ -138,7 +138,7 @@ class _Form(NamedTuple):
 
     @property
     def needs_tables(self) -> bool:
-        """Whether `EmbedArrow`, of texts and images, cannot be asked."""
+        """True if `EmbedArrow`, of texts and images, cannot be asked."""
         return self.per_token or self.files == "audio"
 
 

@@ -85,7 +85,7 @@ def _of(record: Any) -> tuple[float, dict[int, tuple[float, int]]]:
 
 
 def _are_alike(known: dict[int, tuple[float, int]], now: dict[int, tuple[float, int]]) -> bool:
-    """Whether the same numbers of replicas were measured as often as the policy needs, and alike."""
+    """True if the same numbers of replicas were measured as often as the policy needs, and alike."""
     enough = {count for count, (_, samples) in now.items() if samples >= MIN_SAMPLES}
     known_enough = {count for count, (_, samples) in known.items() if samples >= MIN_SAMPLES}
     return enough == known_enough and not any(_differ(known[count][0], now[count][0]) for count in enough)
@@ -247,7 +247,7 @@ class Autoscaler:
         self._rates.restore()
 
     def pays(self, name: str) -> bool:
-        """Whether one more replica of an instance may compute more; False where it was measured not to."""
+        """True if one more replica of an instance may compute more; False where it was measured not to."""
         course = self._courses.get(name)
         return course is None or not course.seen.totals or adds(course.seen, max(course.seen.totals))
 
@@ -317,7 +317,7 @@ def _terms(view: InstanceView, start_s: float) -> Terms:
 
 
 def _share_a_device(workers: Sequence[WorkerView]) -> bool:
-    """Whether replicas share a card or the cores of a host, as those on CPUs do in a fleet of one host.
+    """True if replicas share a card or the cores of a host, as those on CPUs do in a fleet of one host.
 
     Of several hosts and cards each gets one first.
     """

@@ -183,7 +183,7 @@ def _needed(seen: Seen, arrived_per_s: float, fill: float, present: int, most: i
 
 
 def adds(seen: Seen, count: int) -> bool:
-    """Whether the last of `count` replicas is worth its place, as far as it was measured."""
+    """True if the last of `count` replicas is worth its place, as far as it was measured."""
     return _does_not_pay(seen, count) is None
 
 

@@ -330,7 +330,7 @@ def _device(seen: Observation) -> Iterator[Recommendation]:
 
 
 def _is_short_of(seen: Observation) -> bool:
-    """Whether work has waited most of the time, though the replicas computed all the time."""
+    """True if work has waited most of the time, though the replicas computed all the time."""
     return seen.waited_share >= _OFTEN and seen.busy_share >= _BUSY
 
 

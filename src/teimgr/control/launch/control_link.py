@@ -261,7 +261,7 @@ class MuxLink:
                 return message
 
     async def wait(self, changed: asyncio.Event, limit_s: float) -> bool:
-        """Whether there is a change within `limit_s`.
+        """True if there is a change within `limit_s`.
 
         Raises:
             MuxLost: the mux ends.

@@ -451,7 +451,7 @@ class LocalLauncher:
         return found + without_handle(self._run_dir, kept, pids, (self.nursery.pid, self.nursery.standby_pid))
 
     def is_ending(self, worker: WorkerHandle) -> bool:
-        """Whether it is one of an earlier daemon that finishes its calls."""
+        """True if it is one of an earlier daemon that finishes its calls."""
         return worker in self._ending.values()
 
     def log_path(self, name: str) -> Path:

@@ -251,7 +251,7 @@ class Nursery:
         return self._own_control is None
 
     def _is_orphaned(self) -> bool:
-        """Whether the daemon has closed its end; its last requests may still be in the queue."""
+        """True if the daemon has closed its end; its last requests may still be in the queue."""
         poller = select.poll()
         poller.register(self._control, select.POLLRDHUP)
         return bool(poller.poll(0))

@@ -217,7 +217,7 @@ class ProcessHandle:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone, or was released."""
+        """True if the process is gone, or was released."""
         return self._ended.is_set()
 
     async def wait(self) -> Exit:

@@ -133,7 +133,7 @@ class Account:
 
     @property
     def is_limited(self) -> bool:
-        """Whether a budget or the system bounds it."""
+        """True if a budget or the system bounds it."""
         return self.budget_bytes is not None or self.free_bytes is not None
 
     def spare_bytes(self, *, as_if_loaded: bool = False) -> int:
@@ -289,7 +289,7 @@ class Ledger:
                 each.is_settled = True
 
     def is_loading(self, device: str) -> bool:
-        """Whether a worker there is not settled yet."""
+        """True if a worker there is not settled yet."""
         account = self._accounts.get(device)
         return account is not None and any(not each.is_settled for each in account.held)
 

@@ -76,7 +76,7 @@ class FleetPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every worker runs."""
+        """True if every worker runs."""
         return all(worker.outcome not in (REFUSED, WAITS) for worker in self.workers)
 
     def to_dict(self) -> dict[str, Any]:

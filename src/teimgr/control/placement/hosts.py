@@ -61,7 +61,7 @@ def candidates(spec: InstanceSpec, hosts: Sequence[Host]) -> list[Host]:
 
 
 def allows(spec: InstanceSpec, name: str, hosts: Sequence[Host]) -> bool:
-    """Whether a live worker of `spec` may stay on the host `name`, whose labels may not be known now."""
+    """True if a live worker of `spec` may stay on the host `name`, whose labels may not be known now."""
     if spec.node is not None and spec.node != name:
         return False
     host = next((host for host in hosts if host.name == name), None)

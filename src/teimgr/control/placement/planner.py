@@ -172,7 +172,7 @@ class Planner:
         return model_roots(spec, self._settings)
 
     def accepts(self, spec: InstanceSpec, found: WorkerSpec) -> bool:
-        """Whether a live worker that was started with `found` could have been started for `spec` now."""
+        """True if a live worker that was started with `found` could have been started for `spec` now."""
         if found.replica >= self.replicas(spec):
             return False
         hosts = self.inventory.hosts

@@ -33,7 +33,7 @@ class Preflight:
 
     @property
     def must_pass(self) -> bool:
-        """Whether the daemon may serve only after the check has passed."""
+        """True if the daemon may serve only after the check has passed."""
         return self._mode == "fail"
 
     def alarms(self) -> list[str]:
@@ -71,7 +71,7 @@ def problems(cards: Sequence[Gpu], build: TorchBuild) -> list[str]:
 
 
 def runs_on(capability: tuple[int, int], archs: Sequence[str]) -> bool:
-    """Whether code for one of `archs` runs on a card of this compute capability.
+    """True if code for one of `archs` runs on a card of this compute capability.
 
     Machine code (`sm_`) runs on its own major version from its minor version on (with `a`: on that very one); PTX
     (`compute_`) is compiled for any later card.

@@ -120,7 +120,7 @@ class HubCache:
         return sorted(found, key=lambda snapshot: snapshot.changed_at, reverse=True)
 
     def has_folder(self, model_id: str) -> bool:
-        """Whether anything of a model is here, if only a part of a file."""
+        """True if anything of a model is here, if only a part of a file."""
         try:
             return self.folder_of(model_id).is_dir()
         except OSError:  # a name longer than a file name can be
@@ -170,7 +170,7 @@ class HubCache:
 
 
 def is_directory(model_id: str) -> bool:
-    """Whether a model id is a directory of this host, there or not, rather than a repository of the hub."""
+    """True if a model id is a directory of this host, there or not, rather than a repository of the hub."""
     try:
         return isinstance(decide(model_id), Directory)
     except (WrongSourceError, InvalidConfig):

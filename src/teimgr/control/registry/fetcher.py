@@ -242,7 +242,7 @@ class Fetch:
             self._tally.finish(file)
 
     def _lacks(self, file: RemoteFile) -> bool:
-        """Whether it must be fetched here. A file of this name and another size is removed."""
+        """True if it must be fetched here. A file of this name and another size is removed."""
         shown = self._cache.folder_of(self._order.model_id) / "snapshots" / self._commit / file.name
         for path in (shown, self._blobs() / file.blob):  # without symbolic links the snapshot has the file itself
             if path.exists() and file_size(path) == file.size_bytes:

@@ -239,7 +239,7 @@ class ModelView:
 
     @property
     def downloaded(self) -> bool:
-        """Whether a worker finds all it needs on this host."""
+        """True if a worker finds all it needs on this host."""
         return self.snapshot is not None and self.snapshot.complete
 
     @property

@@ -86,18 +86,18 @@ class Model:
     is_growing: bool = False  # loaded, and one more worker of it waits for memory
 
     def is_wanted(self, now: float) -> bool:
-        """Whether a call waits for it, or a refused call is about to retry."""
+        """True if a call waits for it, or a refused call is about to retry."""
         return bool(self.waiting) or now < self.wanted_until or not self.terms.on_demand or self.is_growing
 
     def has_place(self, key: int, most: int) -> bool:
-        """Whether a further call of a key may wait, where `most` of all keys may: a key leaves room for others."""
+        """True if a further call of a key may wait, where `most` of all keys may: a key leaves room for others."""
         held = len(self.waiting)
         own = sum([call.key == key for call in self.waiting.values()]) if 2 * held >= most else held
         return leaves_room(key, own, held, most - held - 1)
 
     @property
     def may_go(self) -> bool:
-        """Whether it is unloaded here at all."""
+        """True if it is unloaded here at all."""
         return self.terms.on_demand and not self.terms.pinned
 
     @property
@@ -110,7 +110,7 @@ class Model:
 
     @property
     def is_used_again(self) -> bool:
-        """Whether calls have come since its load beside those that waited for it."""
+        """True if calls have come since its load beside those that waited for it."""
         return self.calls > self.loaded_for
 
     @property
@@ -194,7 +194,7 @@ class Model:
         self.devices = tuple(each for each in devices if each is not None) or self.devices
 
     def may_share(self, other: Model | None) -> bool:
-        """Whether both need memory of one device, for all that is known."""
+        """True if both need memory of one device, for all that is known."""
         if other is None or not self.devices or not other.devices:
             return True
         return not {*self.devices}.isdisjoint(other.devices)

@@ -96,6 +96,6 @@ class Rehearsal:
 
 
 def waits(fleet: Fleet, name: str) -> bool:
-    """Whether a refused load of this model waits for room, or for the end of its unloading."""
+    """True if a refused load of this model waits for room, or for the end of its unloading."""
     model = fleet.models.get(name)
     return model is not None and (model.waits_for_room or model.phase is Phase.UNLOADING)

@@ -232,7 +232,7 @@ def _ending(fleet: Fleet) -> set[str]:
 
 
 def _is_ending_for(fleet: Fleet, model: Model) -> bool:
-    """Whether a model is ending for another one on a device that this one needs, or may need."""
+    """True if a model is ending for another one on a device that this one needs, or may need."""
     return any(model.may_share(fleet.models.get(name)) for name in _ending(fleet))
 
 

@@ -295,7 +295,7 @@ class TenantRegistry:
         return ended, self._turn, json.dumps(values).encode()
 
     def _write(self, turn: int, content: bytes) -> bool:
-        """Whether the totals, or later ones, are on the disk. On any thread."""
+        """True if the totals, or later ones, are on the disk. On any thread."""
         with self._writing:
             if turn > self._written_turn and content != self._written:
                 try:

@@ -113,7 +113,7 @@ class Planning:
         return [self._became(name, each) for each in instance.workers]
 
     def is_placed(self, name: str) -> bool:
-        """Whether each worker of an instance has its memory, or was refused it, or is gone."""
+        """True if each worker of an instance has its memory, or was refused it, or is gone."""
         instance = self._instances.get(name)
         return instance is None or all(each.is_placed for each in instance.workers)
 

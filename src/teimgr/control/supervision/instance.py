@@ -129,7 +129,7 @@ class ManagedInstance:
 
     @property
     def is_to_run(self) -> bool:
-        """Whether it should have workers now: it was not stopped, and is not an on-demand one that waits for a call."""
+        """True if it should have workers now: it was not stopped, and is not an on-demand one that waits for a call."""
         return self.spec.wanted_running and self.state is not State.UNLOADED
 
     @property
@@ -143,7 +143,7 @@ class ManagedInstance:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether a deletion has begun."""
+        """True if a deletion has begun."""
         return self._is_deleted
 
     @property
@@ -418,7 +418,7 @@ class ManagedInstance:
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update is under way."""
+        """True if an update is under way."""
         return self._update_task is not None and not self._update_task.done()
 
     def _begin_update_of(self, steps: Callable[[], Awaitable[None]], changes: Iterable[str]) -> asyncio.Task[None]:

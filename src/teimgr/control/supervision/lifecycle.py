@@ -212,7 +212,7 @@ class WorkerHealth(Enum):
 
 
 def is_routable(health: WorkerHealth, all_health: Iterable[WorkerHealth]) -> bool:
-    """Whether a worker gets calls; `all_health` is that of all running workers of its instance, itself included.
+    """True if a worker gets calls; `all_health` is that of all running workers of its instance, itself included.
 
     At its first missed probe it leaves the routes to healthy ones. Without any it stays: one late
     answer on a loaded machine is more likely than a worker that hangs, and without routes every call fails.
@@ -306,7 +306,7 @@ class ReplicaState:
         return max(0.0, self.wake_at - now) if waits and self.wake_at is not None else None
 
     def is_failing(self, now: float) -> bool:
-        """Whether it starts again and again: `ALARMING_FAILURES` in a row, or failures for a whole start timeout.
+        """True if it starts again and again: `ALARMING_FAILURES` in a row, or failures for a whole start timeout.
 
         It is not in the state FAILED, which is an alarm of another kind.
         """
@@ -462,7 +462,7 @@ class ReplicaState:
         return ended._wait(jitter, now), []
 
     def _was_stable(self, now: float) -> bool:
-        """Whether it has served for so long that its end has nothing to do with earlier failures."""
+        """True if it has served for so long that its end has nothing to do with earlier failures."""
         return self.ready_at is not None and now - self.ready_at >= self.policy.backoff.stable_after_s
 
     def _wait(self, jitter: float, now: float) -> ReplicaState:

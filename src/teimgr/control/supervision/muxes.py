@@ -606,7 +606,7 @@ class Muxes:
             self._metrics.mux_gone(supervisor.name)
 
     def _has_successor(self, leaving: MuxSupervisor) -> bool:
-        """Whether the host of a mux that leaves has come back meanwhile."""
+        """True if the host of a mux that leaves has come back meanwhile."""
         return any(each.name == leaving.name for each in (*self._remote, *self._leaving) if each is not leaving)
 
     async def replaced(self) -> None:

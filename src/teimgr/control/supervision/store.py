@@ -335,7 +335,7 @@ class WantedState:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the last write failed."""
+        """True if the last write failed."""
         return self._save_alarm is not None
 
     # Changes of instances

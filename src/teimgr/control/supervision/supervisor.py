@@ -252,7 +252,7 @@ class Supervisor(LifecycleTask):
 
     @property
     def is_closed(self) -> bool:
-        """Whether its task has ended; it takes no command any more."""
+        """True if its task has ended; it takes no command any more."""
         return self._closed
 
     @property
@@ -265,13 +265,13 @@ class Supervisor(LifecycleTask):
 
     @property
     def rests(self) -> bool:
-        """Whether it has no process and no start is scheduled: its view is the same until an event."""
+        """True if it has no process and no start is scheduled: its view is the same until an event."""
         replica = self._replica
         return self._worker is None and replica.wake_at is None and replica.phase in (Phase.STOPPED, Phase.FAILED)
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last worker failed, or was ended to be replaced, and has no running successor yet."""
+        """True if the last worker failed, or was ended to be replaced, and has no running successor yet."""
         was_ended = self._replica.phase in (Phase.FAILED, Phase.WAITING, Phase.REPLACING)
         return was_ended or self._replica.failure is not None
 
@@ -282,7 +282,7 @@ class Supervisor(LifecycleTask):
 
     @property
     def is_placed(self) -> bool:
-        """Whether the present worker has its memory, or will not get it."""
+        """True if the present worker has its memory, or will not get it."""
         return self._reservation is not None or self.has_failed or self.state is not State.STARTING
 
     @property

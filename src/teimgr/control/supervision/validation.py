@@ -116,7 +116,7 @@ class Ports:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a listener could be bound now; connections in TIME_WAIT do not prevent it."""
+    """True if a listener could be bound now; connections in TIME_WAIT do not prevent it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

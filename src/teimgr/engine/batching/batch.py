@@ -246,7 +246,7 @@ class PackedBatch:
         return np.where(is_padding, offset - 1, counted)
 
     def has_padding(self, offset: int) -> bool:
-        """Whether a text has the padding token itself, where positions begin behind its id."""
+        """True if a text has the padding token itself, where positions begin behind its id."""
         return offset > 0 and bool((self.ids == offset - 1).any())
 
     @property

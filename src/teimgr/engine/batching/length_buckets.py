@@ -36,7 +36,7 @@ class QueueEntry:
         self.enqueued_ns = now_ns
 
     def is_late(self, now: float, token_s: float = 0.0) -> bool:
-        """Whether the deadline is past, or will be before one of the texts is computed, in `token_s` seconds a token.
+        """True if the deadline is past, or will be before one of the texts is computed, in `token_s` seconds a token.
 
         `now` is a monotonic moment in seconds.
         """

@@ -23,7 +23,7 @@ class Event(Protocol):
         """Set the mark behind everything that this thread has launched."""
 
     def query(self) -> bool:
-        """Whether the device has come to the mark."""
+        """True if the device has come to the mark."""
 
     def synchronize(self) -> None:
         """Wait until it has."""

@@ -209,7 +209,7 @@ class EntryQueue:
                 self._changed.notify()
 
     def fits_batch(self, texts: int, tokens: int) -> bool:
-        """Whether this is within the bounds of one batch."""
+        """True if this is within the bounds of one batch."""
         return tokens <= self.token_cap.tokens and (self._limits.texts is None or texts <= self._limits.texts)
 
     def queries_were_served(self) -> None:
@@ -253,7 +253,7 @@ class EntryQueue:
             return self._throughput.tokens_per_s(lane, self._clock())
 
     def has_room(self, lane: Lane) -> bool:
-        """Whether more of `lane` should be tokenized; else enough waits for full batches of equal lengths."""
+        """True if more of `lane` should be tokenized; else enough waits for full batches of equal lengths."""
         waiting, ahead = self._lanes[lane], max(_AHEAD_TOKENS, _AHEAD_BATCHES * self._limits.tokens)
         return waiting.texts < _AHEAD_TEXTS and waiting.tokens < ahead
 

@@ -268,7 +268,7 @@ def choose(
 
 
 def _has_other_ways(dtype: torch.dtype, wanted: torch.dtype | None) -> bool:
-    """Whether torch's operators compute in a dtype that was requested, or that a layer was measured in."""
+    """True if torch's operators compute in a dtype that was requested, or that a layer was measured in."""
     if wanted is None:  # on some CPUs bfloat16 is fast in the native forward alone
         return dtype is torch.float32 or prepacking_works(dtype)
     return dtype is not torch.int8
@@ -348,7 +348,7 @@ def first_batching(
 def _keeps_texts_apart(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult]
 ) -> bool:
-    """Whether inputs packed together have the results that each has alone, but for the rounding of a type of 16 bits.
+    """True if inputs packed together have the results that each has alone, but for the rounding of a type of 16 bits.
 
     The limits of such a type are wide enough for a little of a neighbour in each text, as of convolutions over a packed
     row. In float32 the limits are not.
@@ -370,7 +370,7 @@ def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool:
-    """Whether results in `dtype` are as close to the reference as the gate asks."""
+    """True if results in `dtype` are as close to the reference as the gate asks."""
     if dtype is torch.float32:
         return close.difference <= _EXACT_DIFFERENCE and close.score_difference <= _EXACT_SCORE_DIFFERENCE
     if requested:

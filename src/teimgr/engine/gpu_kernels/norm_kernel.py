@@ -114,7 +114,7 @@ class Norms:
         self._works: dict[NormShape, bool] = {}
 
     def has(self, shape: NormShape) -> bool:
-        """Whether the kernel gives torch's results for rows of this shape; compiles it at the first time.
+        """True if the kernel gives torch's results for rows of this shape; compiles it at the first time.
 
         Raises:
             DeviceFailed, OutOfDeviceMemory

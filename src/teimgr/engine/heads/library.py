@@ -126,7 +126,7 @@ class HeadTrial:
         return cls(batch, torch.cat(hidden), tuple(logits))
 
     def is_token_wise(self, head: LibraryHead) -> bool:
-        """Whether the head maps each token on its own, so that it can run on a packed row."""
+        """True if the head maps each token on its own, so that it can run on a packed row."""
         return self.matches(head.tokens(self.hidden).float(), torch.cat(self.logits))
 
     def matches(self, logits: Tensor, reference: Tensor) -> bool:

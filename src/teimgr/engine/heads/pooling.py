@@ -117,12 +117,12 @@ class DenseHead:
 
     @property
     def is_mean(self) -> bool:
-        """Whether it gives the mean of hidden states as it is."""
+        """True if it gives the mean of hidden states as it is."""
         return self._poolings == ("mean",) and not len(self._projections)
 
     @property
     def is_token(self) -> bool:
-        """Whether it gives the hidden states of a token, that of `token_of`, as they are."""
+        """True if it gives the hidden states of a token, that of `token_of`, as they are."""
         return self._poolings in (("cls",), ("last_token",)) and not len(self._projections)
 
     def token_of(self, batch: PackedBatch) -> NDArray[np.int64] | None:

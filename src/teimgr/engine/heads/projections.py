@@ -155,7 +155,7 @@ def _load(projection: Projection) -> nn.Module:
 
 
 def _is_module(folder: Path) -> bool:
-    """Whether a directory is a Dense's or a LayerNorm's own."""
+    """True if a directory is a Dense's or a LayerNorm's own."""
     config = read_object(folder / "config.json") or {}
     return "model_type" not in config and bool({"in_features", "dimension"} & config.keys())
 

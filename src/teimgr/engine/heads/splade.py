@@ -153,7 +153,7 @@ class SpladeHead:
         self._weights = weights
 
     def reads_hidden(self, batch: PackedBatch) -> bool:
-        """Whether the weights of `batch` follow from its hidden states; else these may be empty."""
+        """True if the weights of `batch` follow from its hidden states; else these may be empty."""
         return self._weights.reads_hidden(batch)
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
@@ -194,7 +194,7 @@ class SpladeVectorHead:
         self._weights = weights
 
     def reads_hidden(self, batch: PackedBatch) -> bool:
-        """Whether the weights of `batch` follow from its hidden states; else these may be empty."""
+        """True if the weights of `batch` follow from its hidden states; else these may be empty."""
         return self._weights.reads_hidden(batch)
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:

@@ -45,7 +45,7 @@ def core(mode: str, size: tuple[int, int]) -> Any:
 
 
 def is_large(size: tuple[int, int]) -> bool:
-    """Whether an image of this size has memory of ours."""
+    """True if an image of this size has memory of ours."""
     return IS_MAPPED and size[0] * size[1] > _SMALL_PIXELS
 
 

@@ -114,7 +114,7 @@ def _jpeg(data: bytes) -> _Found:
 
 
 def _has_many_scans(data: bytes, at: int) -> bool:
-    """Whether more than `_MAX_SCANS` begin from there to the end of the picture; in steps: a search holds the GIL."""
+    """True if more than `_MAX_SCANS` begin from there to the end of the picture; in steps: a search holds the GIL."""
     scans, rests = 0, Rests()
     for begin in range(at, len(data), _STEP_BYTES):
         stop = begin + _STEP_BYTES + 1  # of a marker one byte may be in the next step

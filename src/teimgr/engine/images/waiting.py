@@ -54,7 +54,7 @@ class WaitingPicture:
         return self._result
 
     def claim(self) -> bool:
-        """Whether the caller has to decode it; True once."""
+        """True if the caller has to decode it; True once."""
         with self._decoder.lock:
             was_started, self._started = self._started, True
         return not was_started

@@ -507,7 +507,7 @@ class ForwardKernel:
 
 
 def _is_read(array: NDArray[Any] | None, length: int, dtype: np.dtype[Any]) -> bool:
-    """Whether the library may read this many numbers from where `array` begins; None is nothing to read."""
+    """True if the library may read this many numbers from where `array` begins; None is nothing to read."""
     return array is None or (len(array) == length and array.dtype == dtype and array.flags.c_contiguous)
 
 

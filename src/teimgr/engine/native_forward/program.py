@@ -71,7 +71,7 @@ class Step:
         return {name: one for name, one in fields.items() if one is not None}
 
     def reads_operands(self, name: str) -> bool:
-        """Whether it reads that field in the dtype of matrix products; the others are float32."""
+        """True if it reads that field in the dtype of matrix products; the others are float32."""
         return name in _OPERAND_FIELDS.get(self.kind, ())
 
 

@@ -139,7 +139,7 @@ class Boundaries:
         return self._is_not_added(text, at) and self._pieces.are_apart(text, at)
 
     def _is_not_added(self, text: str, at: int) -> bool:
-        """Whether no added token can be around `at`, as given or in the tokenizer's normal form."""
+        """True if no added token can be around `at`, as given or in the tokenizer's normal form."""
         if self._added is None:
             return True
         window = text[max(0, at - self._longest_added) : at + self._longest_added]
@@ -177,7 +177,7 @@ class _Pieces:
         return cls(tokenizer, model == "BPE", "ByteLevel" in kinds, space)
 
     def are_apart(self, text: str, at: int) -> bool:
-        """Whether no entry of the vocabulary has characters on both sides of `at`."""
+        """True if no entry of the vocabulary has characters on both sides of `at`."""
         if "'" in text[max(0, at - _CONTRACTION) : at]:
             return False  # a word pattern may see "'re" there, or not
         before, both = (self._spelled(text[max(0, at - self._longest) : end]) for end in (at, at + self._longest))
@@ -226,7 +226,7 @@ def _bert_places(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _is_of_spaces(part: dict[str, Any]) -> bool:
-    """Whether a normalizer replaces spaces alone, by one character."""
+    """True if a normalizer replaces spaces alone, by one character."""
     if part["type"] != "Replace" or len(part["content"]) != 1:
         return False
     return part["pattern"] in ({"String": " "}, {"Regex": " {2,}"})
@@ -238,7 +238,7 @@ def step_of(part: Any) -> dict[str, Any] | None:
 
 
 def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
-    """Whether no token can span letters or digits on both sides of a space; False where that is not certain."""
+    """True if no token can span letters or digits on both sides of a space; False where that is not certain."""
     if any(" " in token.content.lstrip() for token in tokenizer.get_added_tokens_decoder().values()):
         return False
     splitter = _splitter(tokenizer)
@@ -257,7 +257,7 @@ def _splitter(tokenizer: Tokenizer) -> dict[str, Any] | None:
 
 
 def _leaves_spaces(part: dict[str, Any], splitter: dict[str, Any]) -> bool:
-    """Whether a space between two letters or digits is one for `splitter` too, behind a normalizer of texts."""
+    """True if a space between two letters or digits is one for `splitter` too, behind a normalizer of texts."""
     kind = part["type"]
     if kind != "Replace":
         return kind in _LOCAL_NORMALIZERS or kind in _BERT_NORMALIZERS
@@ -287,7 +287,7 @@ FINAL_SIGMA = rf"{_CASED}\p{{Case_Ignorable}}*+\KΣ(?!\p{{Case_Ignorable}}*+{_CA
 
 
 def _keeps_first_space(tokenizer: Tokenizer) -> bool:
-    """Whether the words of a text that begins with a space are those it has within a longer one."""
+    """True if the words of a text that begins with a space are those it has within a longer one."""
     normalizers = flattened(step_of(tokenizer.normalizer), "normalizers")
     if not any(part["type"] == "Strip" and part["strip_left"] for part in normalizers):
         return True
@@ -313,7 +313,7 @@ def _splits(part: dict[str, Any]) -> bool:
 
 
 def _splits_isolated(part: dict[str, Any]) -> bool:
-    """Whether a Split keeps all characters, in words that rule 3 knows."""
+    """True if a Split keeps all characters, in words that rule 3 knows."""
     return part["pattern"] in _WORD_PATTERNS and part["behavior"] == "Isolated" and not part["invert"]
 
 

@@ -53,7 +53,7 @@ def tokens_without_vectors(tokenizer: Tokenizer, layout: Layout) -> Iterator[str
 
 
 def _has_vector(tokenizer: Tokenizer, content: str, vocabulary: int | None) -> bool:
-    """Whether the id that the library gives a token, its own or the next one, is one of the model's."""
+    """True if the id that the library gives a token, its own or the next one, is one of the model's."""
     if vocabulary is None:
         return True
     id = tokenizer.token_to_id(content)

@@ -24,7 +24,7 @@ _MAX_MESSAGE_CHARS = 1_000
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an exception is a panic of a library in Rust, which is a BaseException of no public class."""
+    """True if an exception is a panic of a library in Rust, which is a BaseException of no public class."""
     return type(error).__name__ == "PanicException"
 
 
@@ -70,7 +70,7 @@ class TokenizerLibrary:
 
 
 def _is_little(texts: Sequence[Text]) -> bool:
-    """Whether `texts` are tokenized sooner than the threads of the library's pool are awake."""
+    """True if `texts` are tokenized sooner than the threads of the library's pool are awake."""
     if len(texts) > _FEW_TEXTS:
         return False
     return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts) <= _FEW_CHARACTERS
@@ -168,7 +168,7 @@ _SHOWN_OF_PATTERN = 200
 
 
 def _is_quick(pattern: str) -> bool:
-    """Whether the library decides within its limit where a pattern matches in each of the texts."""
+    """True if the library decides within its limit where a pattern matches in each of the texts."""
     own = list(dict.fromkeys(filter(str.isprintable, pattern)))[:_TRIED_OF_PATTERN]
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     try:

@@ -135,7 +135,7 @@ class Shortener:
         return Short(text[:characters], exact=False) if at is None else Short(text[:at], exact=True)
 
     def decides(self, encoding: Encoding, short: Short, text: Text, truncation: Truncation) -> bool:
-        """Whether truncating `encoding`, that of `short`, keeps the same tokens as truncating that of `text`."""
+        """True if truncating `encoding`, that of `short`, keeps the same tokens as truncating that of `text`."""
         if short.text is text:
             return True
         if not short.exact:

@@ -87,7 +87,7 @@ class Caller:
 
     @property
     def is_operator(self) -> bool:
-        """Whether the caller may know where models are and why they failed; clients of inference need neither."""
+        """True if the caller may know where models are and why they failed; clients of inference need neither."""
         return not self.rights.isdisjoint(_OPERATORS)
 
     def covers(self, instance: str) -> bool:
@@ -150,7 +150,7 @@ class CertificateRules:
         return bool(self.subjects or self.sans)
 
     def allow(self, certificate: CertificateNames) -> bool:
-        """Whether one of `subjects` and one of `sans` matches.
+        """True if one of `subjects` and one of `sans` matches.
 
         A subject matches when all its attributes are in the certificate's, in any order; an attribute without a type,
         `search`, matches any attribute with that value. A name matches with its kind (`DNS:x`) or without (`x`).
@@ -190,7 +190,7 @@ class Policy:
 
     @property
     def is_open(self) -> bool:
-        """Whether authentication is off."""
+        """True if authentication is off."""
         return self.keys is None and not self.certificates.required
 
     def authenticate(self, certificate: CertificateNames, key: str | None) -> Caller:

@@ -95,7 +95,7 @@ class Sessions:
 
 
 def is_same_origin(method_reads: bool, headers: Mapping[str, str]) -> bool:
-    """Whether a request with a session cookie comes from a page of this very origin, or from the address bar.
+    """True if a request with a session cookie comes from a page of this very origin, or from the address bar.
 
     SameSite keeps other sites out, but other ports of this host are the same site. So writes must carry an `Origin`
     equal to the Host, and cross-origin reads by scripts are rejected.

@@ -268,7 +268,7 @@ class Connection(asyncio.Protocol):
             self.leave()
 
     def _is_kept(self) -> bool:
-        """Whether it stays open and had a stream not long ago."""
+        """True if it stays open and had a stream not long ago."""
         if not self.stays_open or self._idle_since is None:
             return False
         return self._loop.time() - self._idle_since < _UNUSED_S
@@ -359,7 +359,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _has_room(self) -> bool:
-        """Whether the process, and this connection's caller, may have one more task."""
+        """True if the process, and this connection's caller, may have one more task."""
         of_caller = self._state.tasks_of[self.caller]
         return len(self._state.tasks) < MAX_TASKS and of_caller < max(1, MAX_TASKS // _CALLERS_SHARE)
 

@@ -141,7 +141,7 @@ class FrameReader:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a frame or a header block has begun and not ended. The preface counts as a frame."""
+        """True if a frame or a header block has begun and not ended. The preface counts as a frame."""
         return self._at < len(self._rest) or self._open_block > 0 or self._partial is not None
 
     @property

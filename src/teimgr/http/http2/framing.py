@@ -208,7 +208,7 @@ class Framing(FrameReader):
             self._end_there(number, flow)
 
     def _may_have_been_sent(self, number: int, flags: int, size: int) -> bool:
-        """Whether the client may have sent DATA or trailers of a closed stream before it received RST_STREAM."""
+        """True if the client may have sent DATA or trailers of a closed stream before it received RST_STREAM."""
         window = self._reset_windows.pop(number, None)
         if window is None or size > window:
             return False

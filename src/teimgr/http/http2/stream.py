@@ -199,7 +199,7 @@ class Stream:
 
     @property
     def is_malformed(self) -> bool:
-        """Whether the content is, or will be, not as long as the head says (RFC 9113, section 8.1.1)."""
+        """True if the content is, or will be, not as long as the head says (RFC 9113, section 8.1.1)."""
         if self.length is None:
             return False
         return self.received_bytes > self.length or (self.received.has_ended and self.received_bytes < self.length)
@@ -450,7 +450,7 @@ class Sender:
             self.take_turn(stream)
 
     def _is_stalled(self, stream: Stream, left: int, sent_before: int) -> bool:
-        """Whether the client keeps the window of a stream closed, or reads too little of the connection."""
+        """True if the client keeps the window of a stream closed, or reads too little of the connection."""
         if left - len(stream.unsent) >= MIN_READ_BYTES:
             return False
         is_own_window = self._framing.window_of(stream.number) <= 0 < self._framing.send_window

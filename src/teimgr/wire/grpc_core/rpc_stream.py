@@ -57,7 +57,7 @@ class RpcStatusError(Exception):
 
 
 def is_rpc(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a Content-Type header names gRPC, in any encoding."""
+    """True if a Content-Type header names gRPC, in any encoding."""
     return headers.get(b"content-type", b"").startswith(b"application/grpc")
 
 

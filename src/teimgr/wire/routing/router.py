@@ -63,7 +63,7 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """Whether the worker takes no more calls; lease again."""
+        """True if the worker takes no more calls; lease again."""
         return not self._replica.usable
 
     async def start(
@@ -209,7 +209,7 @@ def not_loaded(entry: RouteEntry) -> NotLoaded:
 
 
 def _is_same_model(one: RouteEntry, other: RouteEntry) -> bool:
-    """Whether two entries have the same model, with the same settings of its space of vectors."""
+    """True if two entries have the same model, with the same settings of its space of vectors."""
     return (one.model_id, one.space_settings) == (other.model_id, other.space_settings)
 
 
@@ -227,11 +227,11 @@ class _Instance:
 
     @property
     def may_serve(self) -> bool:
-        """Whether it runs, or is started or loaded for calls."""
+        """True if it runs, or is started or loaded for calls."""
         return self.entry.state in (State.RUNNING, State.STARTING) or self.entry.is_loadable
 
     def has_space_of(self, other: _Instance) -> bool:
-        """Whether the vectors of both, which have the same model id, can be compared; by their settings until both
+        """True if the vectors of both, which have the same model id, can be compared; by their settings until both
         spaces are known.
         """
         if self.spaces and other.spaces:

@@ -84,7 +84,7 @@ def charge(limits: Limits, spent: Spent, in_flight: int, tokens: int, now_ns: in
 
 
 def may_pass(limits: Limits, arrival_ns: int, of_day: int, tokens: int, now_ns: int) -> bool:
-    """Whether `charge` may admit a call of `tokens` or more: a quick check, which charges nothing.
+    """True if `charge` may admit a call of `tokens` or more: a quick check, which charges nothing.
 
     If not, `charge` refuses the call, unless `of_day` is of an earlier day. Tokens in flight are not checked.
     """
@@ -125,7 +125,7 @@ def time_of(tokens: int, rate: int) -> int:
 
 
 def leaves_room(tenant: int, own: int, held: int, left: int) -> bool:
-    """Whether a tenant that holds `own` of what is `held` in a queue may take more, if `left` is free after that.
+    """True if a tenant that holds `own` of what is `held` in a queue may take more, if `left` is free after that.
 
     A key has what `leaves_as_much` allows. Calls without a key, tenant 0, count as those of one key, and may fill the
     queue where they are alone in it.

@@ -275,7 +275,7 @@ class TenantTable:
         return True
 
     def _is_locked(self, row: int) -> bool:
-        """Whether another open file has locked the row."""
+        """True if another open file has locked the row."""
         answer = fcntl.fcntl(self.file, fcntl.F_OFD_GETLK, _lock_of(fcntl.F_WRLCK, row))
         return bool(struct.unpack(_LOCK, answer)[0] != fcntl.F_UNLCK)
 

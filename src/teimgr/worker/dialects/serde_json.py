@@ -181,7 +181,7 @@ class Reader:
             raise self.next_fault("trailing comma" if first == ord(",") else "trailing characters")
 
     def has_element(self, index: int) -> bool:
-        """Whether a list, of which `index` elements were read, goes on."""
+        """True if a list, of which `index` elements were read, goes on."""
         first = self.after_space()
         if first < 0:
             raise self.next_fault(_EOF_LIST)

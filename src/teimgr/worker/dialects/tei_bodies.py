@@ -265,7 +265,7 @@ def is_ambiguous(fields: Collection[bytes], body: bytes) -> Steps[bool]:
 
 
 def may_be_deep(body: bytes) -> bool:
-    """Whether values are nested as deep as TEI's parser refuses; orjson takes 1,024 levels."""
+    """True if values are nested as deep as TEI's parser refuses; orjson takes 1,024 levels."""
     if occurrences(body, b"[") + occurrences(body, b"{") < _DEEPEST:
         return False
     at = depth = 0
