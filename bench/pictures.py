@@ -195,7 +195,8 @@ def _as_colpali(folder: Path, divisor: int = 1) -> None:
     processor.image_processor.size = {"height": 448, "width": 448}
     processor.image_seq_length = processor.image_processor.image_seq_length = 1024
     own = library.ColPaliConfig.from_pretrained(folder).to_dict()
-    seen = {"hidden_size": 1152 // divisor, "intermediate_size": 4304 // divisor, "num_attention_heads": 16 // divisor}
+    seen = {"hidden_size": 1152 // divisor, "num_attention_heads": 16 // divisor}
+    seen["intermediate_size"] = 4304 // divisor // 16 * 16  # whole rows of the native library, as 4,304 is
     width = 2048 // divisor
     seen |= {"num_hidden_layers": 27 // NINTH, "patch_size": 14, "image_size": 448, "projection_dim": width}
     texts = {"hidden_size": width, "intermediate_size": 8 * width, "num_attention_heads": 8, "num_key_value_heads": 1}
