@@ -37,6 +37,20 @@ def test_version_and_help_need_nothing_heavy() -> None:
     assert teimgr("--version").stdout == f"teimgr {__version__}\n"
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_standard_streams_are_opened_on_dev_null(closed: tuple[int, ...]) -> None:
+    code = """if True:
+        import os, sys
+        from teimgr.cli.main import main
+        status = main(["--help"])
+        missing = [one for one in range(3) if one in %r and os.readlink(f"/proc/self/fd/{one}") != os.devnull]
+        os._exit(status or len(missing))
+    """
+    redirections = " ".join(f"{number}>&-" for number in closed)
+    command = ["sh", "-c", f'exec "$0" -c "$1" {redirections}', sys.executable, code % (closed,)]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
 def test_a_good_configuration_is_said_to_be_good() -> None:
     done = teimgr("config", "check", CONFIGS / "laptop-cpu.toml")
     assert (done.returncode, done.stderr) == (0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -36,7 +37,7 @@ async def test_a_server_is_verified_and_asks_for_a_certificate(
 
 
 def test_a_refusal_has_the_time_to_wait_of_its_trailer() -> None:
-    for wait, seconds in (("2500", 2.5), ("-1", None), ("", None)):
+    for wait, seconds in (("2500", 2.5), ("-1", None), ("", None), ("9" * 5000, math.inf)):
         trailers = (("x-teimgr-code", "TOKEN_RATE_EXCEEDED"), ("grpc-retry-pushback-ms", wait))
         error = error_from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "the key's rate", trailers)
         assert (error.code, error.retry_after_s) == (Code.TOKEN_RATE_EXCEEDED, seconds)

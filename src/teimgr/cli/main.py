@@ -97,6 +97,7 @@ GROUPS = MappingProxyType(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of `arguments` (default: `sys.argv`); returns the exit status."""
+    _open_standard_streams()
     given = _compatible(list(sys.argv[1:] if arguments is None else arguments))
     if given[:1] != ["serve"]:  # the daemon has its own folder for this
         ensure_home(Path("/"))  # as container runtimes do
@@ -110,6 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         return _wrong_line(error, as_json="--json" in given)
     return status if isinstance(status, int) else 0
+
+
+def _open_standard_streams() -> None:
+    """Open standard streams that the caller has closed on /dev/null: a socket opened later would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the lowest number that is free is this stream's
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _wrong_line(error: Any, *, as_json: bool) -> int:

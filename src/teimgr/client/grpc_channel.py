@@ -75,7 +75,7 @@ def error_from_status(code: grpc.StatusCode, details: str | None, trailing: Any)
     fields = dict(trailing or ())
     if (name := fields.get(CODE_KEY, "")) in Code.__members__:
         wait = fields.get(PUSHBACK_KEY, "")
-        return error_from_code(Code[name], message, retry_after_s=int(wait) / 1000 if wait.isdecimal() else None)
+        return error_from_code(Code[name], message, retry_after_s=float(wait) / 1000 if wait.isdecimal() else None)
     if code is grpc.StatusCode.INTERNAL and message == _LOST_IN_CORE:
         return error_from_code(Code.BACKEND_UNAVAILABLE, "the stream was lost")
     if message.startswith(_NO_GRPC):
