@@ -15,8 +15,8 @@ _BOUNDS_S = MUX_SECONDS.bounds
 
 
 class CallRecord:
-    """State of one call while it runs: its method, its instance once found, the messages it answered and
-    the space of its vectors."""
+    """State of one call while it runs: its method, its instance once known, the number of answered messages, and the
+    space of its vectors."""
 
     __slots__ = ("began_s", "instance", "marks", "messages", "method")
 
@@ -31,20 +31,20 @@ class CallRecord:
         self.instance = instance
 
     def count(self) -> None:
-        """One more message is answered."""
+        """Count one more answered message."""
         self.messages += 1
 
     def has(self, marks: Marks) -> None:
-        """The space of its vectors."""
+        """Record the space of the call's vectors."""
         self.marks = marks
 
     def restart(self) -> None:
-        """Count the time from now on: a client's upload is not a latency of ours."""
+        """Restart the clock: the time of a client's upload is not part of our latency."""
         self.began_s = time.perf_counter()
 
 
 class CallLatency:
-    """Histogram over the bounds of `MUX_SECONDS`, not cumulative, the last bucket for the rest; sums of seconds and of
+    """Non-cumulative histogram over the bounds of `MUX_SECONDS`, with an overflow bucket; sums of seconds and
     messages."""
 
     __slots__ = ("buckets", "messages", "sum_s")
@@ -58,8 +58,8 @@ class CallLatency:
 class CallCounters:
     """Calls by method, instance and gRPC status; latency by method and instance.
 
-    Only `instances` become labels: a call whose target was not found, or was deleted meanwhile, counts under the empty
-    name. `drop` removes the counters of a deleted one.
+    Only names in `instances` become labels: a call whose target was not found, or was deleted meanwhile, is counted
+    under the empty name. `drop` removes the counters of a deleted instance.
     """
 
     def __init__(self, instances: Container[str]) -> None:

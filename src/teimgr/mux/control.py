@@ -1,4 +1,4 @@
-"""The control link of a mux: JSON lines from daemons, on a Unix socket and, for a mux of another host, mutual TLS too.
+"""The control link of a mux: JSON lines from daemons on a Unix socket, and on mutual TLS if the mux is on another host.
 
     {"policy": {…}}            replace the access policy; no reply
     {"tls": {"cert", "key", "ca"}}   replace the certificates of the gRPC port, PEM; no reply
@@ -10,15 +10,15 @@
     {"refused": [call, code, text, retry_after_s or null]}   it is not; no reply
     {"stop": grace_s}          drain within `grace_s` seconds and exit; no reply
 
-Lines are processed in order, so a reply confirms those before it. A mux that stops sends `{"stopping": grace_s}` by
-itself, and answers until its calls are finished.
+Lines are processed in order, so a reply confirms those before it. A stopping mux sends `{"stopping": grace_s}`
+unprompted, and answers until its calls are finished.
 
-By itself it also sends `{"load": [call, instance, timeout_s or null], "tenant": number}`, for a call of a key that
-waits for an on-demand model, and `{"left": call}` when that call is over. A daemon gets them once it has sent a
-snapshot.
+It also sends, unprompted, `{"load": [call, instance, timeout_s or null], "tenant": number}` for a call of a key that
+waits for an on-demand model, and `{"left": call}` when that call has ended. A daemon gets these lines after it has
+sent a snapshot.
 
-A connection of another host must have the daemon's certificate, and begins with a proof of incarnation, for another
-process may have the port by now:
+A connection from another host must present the daemon's certificate and first prove which incarnation it expects,
+since another process may have the port by now:
 
     {"hello": incarnation}     replied by the same, or by {"error": reason} and the end of the connection
 """
@@ -49,10 +49,10 @@ log = logging.getLogger("teimgr.mux")
 _MAX_REMOTE = 16
 _HELLO_LIMIT_S = 5.0
 _SILENCE_LIMIT_S = 30.0
-"""The daemon asks every few seconds; one on another host that does not is gone, and cannot close its connection."""
+"""The daemon asks every few seconds. A silent daemon on another host is gone and cannot close its connection."""
 
 NEXT_DAEMON_S = 30.0
-"""How long calls that wait for their model wait for the next daemon, once the last one has gone."""
+"""How long calls that wait for a model wait for the next daemon after the last one has disconnected."""
 
 Message = dict[str, Any]
 
@@ -60,8 +60,8 @@ Message = dict[str, Any]
 class MuxControl:
     """Server of the control link, for any number of daemons.
 
-    `process` gets each message and the daemon that sent it, its result is the reply; `on_orphaned` is called after
-    `orphan_grace_s` seconds without a daemon, `on_lost` when one has gone.
+    `process` gets each message and the daemon that sent it, and returns the reply. `on_orphaned` is called after
+    `orphan_grace_s` seconds without a daemon, `on_lost` when a daemon has disconnected.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MuxControl:
         self._start_orphan_timer()
 
     def open_to_other_hosts(self, listener: socket.socket, identity: FleetIdentity, incarnation: str) -> None:
-        """Accept the daemon's connections on a listening TCP socket too."""
+        """Also accept the daemon's connections on a listening TCP socket."""
 
         def protocol(ticket: Ticket) -> asyncio.BaseProtocol:
             def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -164,7 +164,7 @@ class MuxControl:
     async def _serve_remote(
         self, ticket: Ticket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incarnation: str
     ) -> None:
-        """Serve the daemon of another host while it speaks, and its certificate is valid."""
+        """Serve the daemon of another host while it sends messages and its certificate is valid."""
         try:
             set_tcp_limits(writer.transport)
             valid_s = await self._greeted(reader, writer, incarnation)
@@ -181,7 +181,7 @@ class MuxControl:
             writer.close()
 
     async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incarnation: str) -> float:
-        """For how many seconds the connection may be used.
+        """Check the greeting and return for how many seconds the connection may be used.
 
         Raises:
             TimeoutError, OSError: the greeting did not arrive.
@@ -204,7 +204,7 @@ class MuxControl:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A call that waits for its model; `ends` on the loop's clock, None without a deadline."""
+    """A call that waits for its model; `ends` is its deadline on the loop's clock, None without one."""
 
     instance: str
     ends: float | None
@@ -214,11 +214,11 @@ class _Waiting:
 
 
 class DaemonLoads:
-    """Calls that wait for an on-demand model, which every daemon that has sent a snapshot is asked to load.
+    """Calls that wait for an on-demand model. Every daemon that has sent a snapshot is asked to load it.
 
     A daemon answers with `ready` once this mux has the routes to the model, or with `refused`; the first answer counts.
-    The next daemon is asked as it sends its snapshot, for the link of one that has died can outlive it for long. Where
-    the last one goes, calls wait `NEXT_DAEMON_S` for it; not after `leave`.
+    Each new daemon is asked when it sends its snapshot, since the link of a dead one can stay open for long. After the
+    last daemon has disconnected, calls wait `NEXT_DAEMON_S` for the next one, but not after `leave`.
     """
 
     def __init__(self, processes: int = 1) -> None:
@@ -231,12 +231,12 @@ class DaemonLoads:
 
     @asynccontextmanager
     async def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AsyncIterator[None]:
-        """A block in which the model is loaded; entering it waits for the load.
+        """Context in which the model is loaded; entering it waits for the load.
 
         Raises:
             Overloaded: too many calls wait.
             DeadlineExceeded: `timeout_s` has passed.
-            Unavailable: no daemon is connected, and none has come in time.
+            Unavailable: no daemon is connected, and none connected in time.
             TeimgrError: the daemon refused.
         """
         call = next(self._numbers)
@@ -265,7 +265,7 @@ class DaemonLoads:
             del waiting  # its answer, the error there and this frame would be a cycle, which keeps the caller's payload
 
     def _ask(self, call: int, waiting: _Waiting) -> None:
-        """Ask the daemons that were not asked: one that is asked twice would hold the model for ever."""
+        """Ask the daemons that were not asked yet: one that is asked twice would keep the model loaded for ever."""
         left_s = None if waiting.ends is None else max(0.0, waiting.ends - asyncio.get_running_loop().time())
         for daemon in self._daemons - waiting.asked:
             write_line(daemon, load=[call, waiting.instance, left_s], tenant=waiting.tenant)
@@ -277,7 +277,7 @@ class DaemonLoads:
                 write_line(daemon, left=call)
 
     def take(self, message: Message, daemon: asyncio.StreamWriter) -> None:
-        """Take an answer of a daemon, `ready` or `refused`; its `snapshot` shows that it is one to ask."""
+        """Handle a daemon's `ready` or `refused`; its first `snapshot` makes it one of those to ask."""
         if "snapshot" in message:
             self._found(daemon)
         if "ready" in message:
@@ -289,7 +289,7 @@ class DaemonLoads:
             self._answer(call, error)
 
     def lost(self, daemon: asyncio.StreamWriter) -> None:
-        """A link has ended; no-op for one that was of no daemon."""
+        """Handle a closed link; no-op if it was not a daemon's."""
         if daemon not in self._daemons:
             return
         self._daemons -= {daemon}
@@ -298,7 +298,7 @@ class DaemonLoads:
         self._wait_for_next()
 
     def leave(self) -> None:
-        """No daemon can come any more: once the last one has gone, calls do not wait."""
+        """Stop waiting for further daemons: once the last one has disconnected, calls fail at once."""
         self._has_left = True
         self._wait_for_next()
 

@@ -32,12 +32,12 @@ from teimgr.wire.spaces import Marks
 
 # Metadata that names the instance of a call whose messages have no target.
 INSTANCE_KEY = "x-teimgr-instance"
-# Of the options of a stream of Arrow batches, which go before each later message.
+# Limit on the Arrow options of a stream, which are put before each of its later messages.
 _MAX_OPTIONS_BYTES = 256 * 1024
 
 
 def named_target(router: RouterView, name: str | None, kinds: Sequence[str] = ()) -> Target:
-    """The target of a call whose messages have none: `name` of its metadata, else as `RouterView.unnamed`.
+    """Return the target of a call whose messages have none: `name` from its metadata, else as `RouterView.unnamed`.
 
     Raises:
         InvalidInput: the name is empty.
@@ -65,10 +65,10 @@ async def forward_message(
     record: CallRecord,
     loads: ModelLoads | None = NO_LOADS,
 ) -> WorkerReply:
-    """Forward a unary message; `named` is its target where it has none itself, `lane` the value of `LANE_KEY`,
+    """Forward a unary message. `named` is its target if the message has none, `lane` the value of `LANE_KEY`,
     `expected` that of `EXPECT_KEY`.
 
-    `loads` has a model on demand loaded, and the call waits for it; None: it fails instead.
+    `loads` loads a model on demand while the call waits; None: the call fails instead.
 
     Raises:
         TeimgrError: target, inner request, lookup and worker are checked in this order; the first that fails.
@@ -172,7 +172,7 @@ async def _call_collected(
 
 
 class StreamForwarder:
-    """Forwards a bidi stream, each message to its own target; without one, to that of the message before.
+    """Forwards a bidi stream, each message to its own target; a message without one goes to the previous target.
 
     The first target may be `named`. `suffix` is appended to every message; `lane` is the value of `LANE_KEY`,
     `expected` that of `EXPECT_KEY`.
@@ -213,11 +213,11 @@ class StreamForwarder:
         on_first: Callable[[Marks], Awaitable[None]],
         send: Callable[[Slice], Awaitable[None]],
     ) -> None:
-        """Pump the stream that `receive` reads, as `StreamPump`; `on_first` is called once, when the first target is
-        found, with the space of its worker.
+        """Pump the stream that `receive` reads, as `StreamPump`. Once the first target is found, `on_first` is called
+        with the space of its worker.
 
         Raises:
-            TeimgrError: of the first message, in request order, that failed.
+            TeimgrError: the error of the first message, in request order, that failed.
         """
 
         async def receive_whole() -> Octets | None:
@@ -259,7 +259,8 @@ class StreamForwarder:
             await StreamPump(self._rpc, window, unread, receive=receive_whole, start=start, send=reply).run()
 
     def _lease_of(self, envelope: Envelope, message: Octets) -> Lease:
-        """The lease of the message's target; that of the message before while its worker serves."""
+        """Return a lease for the message's target; the previous lease if the message has no target and its worker
+        still serves."""
         if envelope.target is not None and envelope.target != self._target_bytes:
             self._target = _target_of(envelope)
             self._target_bytes = envelope.target
@@ -274,7 +275,8 @@ class StreamForwarder:
         return self._lease
 
     def _with_options(self, message: Octets) -> Slice:
-        """The message behind the options of the stream's first one; its own fields come later and so win."""
+        """Return the message appended to the options of the stream's first one; its own fields come later and so
+        win."""
         if self._options is None:
             options = without_fields(message, TARGET_FIELD, self._rpc.arrow_field)
             if len(options) > _MAX_OPTIONS_BYTES:
@@ -296,7 +298,7 @@ def _target_of(envelope: Envelope) -> Target:
 
 
 def _lease_for(rpc: Rpc, router: RouterView, target: Target, message: Octets) -> Lease:
-    """A lease for `message`. Without one, invalid Arrow is reported first: no other target would accept it."""
+    """Lease a replica for `message`. If that fails, invalid Arrow is reported first: no target would accept it."""
     try:
         return router.lease(target)
     except TeimgrError:
@@ -311,7 +313,7 @@ def _check_arrow(rpc: Rpc, message: Octets) -> None:
     except ValueError as error:
         raise InvalidInput(f"Invalid Arrow IPC: {error}") from error
     if rpc.service != SERVICE.full_name:
-        return  # which columns it must have depends on its other fields
+        return  # its required columns depend on its other fields
     if not outline.has_text:
         raise InvalidInput("No string column: expected `text` (a StringArray is needed)")
     if not outline.has_batch:

@@ -48,23 +48,23 @@ _log = logging.getLogger(__name__)
 # Every RPC of the table is inference.
 _RIGHTS = frozenset({Right.INFERENCE})
 _UNCHARGED = "The key '{}' has a quota, which the daemon's host alone charges: call the gRPC port there"
-# Calls whose message has not come yet, and the time that a client has to send it.
+# Calls whose first message has not arrived, and how long a client may take to send it.
 _OPEN_CALLS = 4096
 _MESSAGE_S = 120.0
-# Bytes of messages that are received or, of client streams, collected into one request, by all processes that share the
-# port; and as many of unread replies. Of messages a key may hold half, and a connection a quarter of what its key may;
-# of replies a connection may hold a quarter.
+# Bytes of arriving messages (of client streams, collected into one request), for all processes that share the port,
+# and the same limit for unread replies. A key may hold half of the message bytes, and a connection a quarter of its
+# key's part; a connection may hold a quarter of the reply bytes.
 _HELD_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
 _KEY_SHARE = 2
-# Between messages of a stream while the mux drains.
+# The longest pause between messages of a stream while the mux drains.
 _LEAVING_PAUSE_S = 2.0
 _CONTEXT_KEYS = (REQUEST_ID, TRACEPARENT, TRACESTATE)
 _OK = GrpcStatus()
 
 
 class FirstMessages:
-    """Reads the messages of single calls, of which at most `limit` may wait at a time, each within `limit_s`."""
+    """Reads the messages of unary calls; at most `limit` calls may wait at a time, each for at most `limit_s`."""
 
     def __init__(self, limit: int, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -74,7 +74,7 @@ class FirstMessages:
         """The call's message, None if the client has half-closed.
 
         Raises:
-            Overloaded: too many calls, or too many of the caller, wait for theirs.
+            Overloaded: too many calls, or too many of this caller, wait for their message.
             TeimgrError: as `RpcStream.receive`.
         """
         if (message := call.received()) is not None:
@@ -89,8 +89,8 @@ class FirstMessages:
 
 
 class Peer:
-    """What is the same for all calls of a connection: the names of its client's certificate, and its budgets, one for
-    each key that it used.
+    """What all calls of a connection share: the names in its client's certificate, and its budgets, one per key that it
+    has used.
     """
 
     def __init__(self, unread: ByteBudget) -> None:
@@ -99,7 +99,7 @@ class Peer:
         self._certificate: CertificateNames | None = None
 
     def budget(self, of_key: ByteBudget) -> ByteBudget:
-        """The part of a key's budget that this connection may hold."""
+        """Return the part of a key's budget that this connection may hold."""
         budget = self._budgets.get(of_key)
         if budget is None:
             budget = self._budgets[of_key] = ByteBudget(of_key.limit_bytes // _CONNECTION_SHARE, of_key)
@@ -118,7 +118,7 @@ class InferenceCall(RpcStream):
         rpc: Its entry in the table.
         record: Its counters.
         unread: The replies that the client of its connection has not read.
-        deadline: Monotonic time of the client's deadline, None for none.
+        deadline: Monotonic time of the client's deadline; None without one.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class InferenceCall(RpcStream):
         return named_target(router, self.metadata.get(INSTANCE_KEY), self.rpc.kinds)
 
     def output_dtype(self) -> bytes:
-        """Field to append to every message so that the element type in the metadata applies; mostly empty."""
+        """Return the field to append to every message to apply the element type in the metadata; usually empty."""
         word = self.metadata.get(OUTPUT_DTYPE_KEY) if self.rpc.method is Method.EMBED_ARROW else None
         return b"" if word is None else output_dtype_field(word)
 
@@ -167,10 +167,10 @@ class InferenceCall(RpcStream):
 class MuxHandlers:
     """Serves every RPC of the table, health and reflection.
 
-    `request_timeout_s` limits single calls (0 = no limit); `window` bounds the messages of a stream in flight. Limits
-    on memory and open calls are those of all `processes` that share the port; this one has its part of them.
-    `policy` authenticates and authorises every call of the table before its first message is read. Connections have a
-    `max_age`, None for none. `charges` is False on a host that cannot charge quotas: keys with one are refused there.
+    `request_timeout_s` limits unary calls (0 = no limit); `window` bounds the messages of a stream in flight. Limits on
+    memory and open calls are divided among the `processes` that share the port. `policy` authenticates and authorises
+    each call of the table before its first message is read. Connections close after `max_age`, None for never.
+    `charges` is False on a host that cannot charge quotas: keys with a quota are refused there.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class MuxHandlers:
         self._window = window
         self._messages = FirstMessages(_OPEN_CALLS // processes, _MESSAGE_S)
         self._held = ByteBudget(_HELD_BYTES // processes)
-        self._held_by_key: dict[str, ByteBudget] = {}  # of keys of the policy, so they are few
+        self._held_by_key: dict[str, ByteBudget] = {}  # only keys of the policy, so it stays small
         self._unread = ByteBudget(_HELD_BYTES // processes)
         self._standard = StandardServices(policy, health)
         self._bodies: dict[Shape, Callable[[InferenceCall, RouterView], Awaitable[WorkerReply | None]]] = {
@@ -252,7 +252,7 @@ class MuxHandlers:
             call.charge.release()
             self._counters.end(record, status_name(status.number))
             self._report(context, record, status)
-        # Of calls that succeed only those that sent an id get one.
+        # Successful calls get an id only if they sent one.
         named = {REQUEST_ID: context.request_id} if given or status is not _OK else None
         if reply is not None:
             try:
@@ -262,12 +262,12 @@ class MuxHandlers:
         await call.finish(status, named)
 
     def _authorise(self, call: InferenceCall, certificate: CertificateNames) -> Caller:
-        """The caller; its further messages need it to be the same caller after each reload of the keys.
+        """Return the caller. Later messages require the same caller after each reload of the keys.
 
         Raises:
             Unauthenticated, Forbidden: it may not call.
         """
-        policy, metadata = self._policy.now, call.metadata  # without the call, which would be in a cycle with its check
+        policy, metadata = self._policy.now, call.metadata  # not the call: its check would form a cycle with it
         charges = self._charges
 
         def caller_by(rules: Policy) -> Caller:
@@ -284,7 +284,7 @@ class MuxHandlers:
             if (now := self._policy.now) is policy:
                 return
             found = caller_by(now)
-            if found.instances != caller.instances:  # the router of this call shows those
+            if found.instances != caller.instances:  # this call's router was made for the former instances
                 raise Forbidden("The key's instances have changed: begin a new call")
             policy = now
 
@@ -292,7 +292,8 @@ class MuxHandlers:
         return caller
 
     def _held_by(self, caller: Caller) -> ByteBudget:
-        """The budget of a key, which is a part of that of all; while authentication is off all have the whole."""
+        """Return the budget of a key, a part of the budget of all; without authentication every caller has the whole
+        budget."""
         if caller is ANONYMOUS:
             return self._held
         budget = self._held_by_key.get(caller.name)
@@ -301,7 +302,8 @@ class MuxHandlers:
         return budget
 
     async def _within_deadline(self, call: InferenceCall, router: RouterView) -> WorkerReply | None:
-        """The reply of a single call or of a collected stream; a bidi stream's are sent when this returns."""
+        """Return the reply of a unary call or a collected stream; the replies of a bidi stream are sent before it
+        returns."""
         timeout_s = call.timeout_s()
         if timeout_s is None:
             return await self._body(call, router)
@@ -320,7 +322,7 @@ class MuxHandlers:
         return await self._bodies[call.rpc.shape](call, router)
 
     async def _send(self, call: InferenceCall, reply: WorkerReply) -> None:
-        """Send the one reply, after initial metadata with its compute cost."""
+        """Send the only reply, after initial metadata with its compute cost."""
         size = len(reply.payload)
         call.unread.charge(size)
         try:

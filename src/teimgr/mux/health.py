@@ -23,7 +23,7 @@ _NO_INSTANCE = "\0"
 
 
 class MuxHealth(HealthService):
-    """Health by instance name, updated from the directory: SERVING while the instance runs, or is loaded by a call.
+    """Health by instance name, updated from the directory: SERVING while the instance runs or a call would load it.
 
     `services` and "" are SERVING until `stop`.
     """
@@ -34,7 +34,7 @@ class MuxHealth(HealthService):
         self._statuses: dict[str, int] = dict(self._services)
 
     def apply(self, name: str, entry: RouteEntry | None) -> None:
-        """Take the state of an instance, None for a deleted one; `notify` must follow."""
+        """Record the state of an instance, None for a deleted one; call `notify` afterwards."""
         if self.is_stopped or name in self._services:
             return
         if entry is None:
@@ -63,7 +63,7 @@ class StandardServices:
     """grpc.health.v1 and grpc.reflection; every other path is unimplemented.
 
     Check and Watch of "" and of the services need no key, as /health does. Instances that the caller's key does not
-    cover are unknown services: names could be guessed and watched. List requires the right to read by `policy`.
+    cover are unknown services, since names could be guessed and watched. List requires the right to read by `policy`.
     """
 
     def __init__(self, policy: PolicyInForce, health: MuxHealth) -> None:

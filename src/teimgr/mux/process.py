@@ -1,11 +1,11 @@
 """The mux process, `python -m teimgr.mux.process <config.json> [beside]`: gRPC for clients, framed links to workers.
 
-Its directory comes from the daemon by the control socket. It outlives the daemon and serves the last snapshot until
-the next daemon connects or the orphan grace is over. Exit status: 0 after a stop, 2 for a bad config, 4 when it cannot
-listen on the gRPC port or a socket.
+Its directory comes from the daemon over the control socket. It outlives the daemon and serves the last snapshot until
+the next daemon connects or the orphan grace has passed. Exit status: 0 after a stop, 2 for a bad config, 4 if it
+cannot listen on the gRPC port or a socket.
 
-A Unix socket for clients is bound under a name of this process and moved to the configured path once it is served: a
-successor takes the path while its predecessor drains.
+A Unix socket for clients is bound under a temporary name and moved to the configured path once it is served, so that a
+successor takes over the path while its predecessor drains.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from teimgr.worker.tenant_meter import EntryMeters
 
 _log = logging.getLogger("teimgr.mux")
 BESIDE = "beside"
-"""The argument, after the path of the configuration, of a mux that listens beside the one that it is to follow."""
+"""Second argument of a mux that listens on the port together with the mux that it will replace."""
 _DRAIN_S = 10.0
 _EXIT_BAD_CONFIG = 2
 _EXIT_CANNOT_LISTEN = 4
 
 
 class Mux:
-    """The server of one process; `run` is its lifetime. It may listen beside the mux that it is to follow."""
+    """The server of one process; `run` is its lifetime. It may share the port with the mux that it will replace."""
 
     def __init__(self, config: MuxConfig, *, is_beside: bool = False) -> None:
         self._config = config
@@ -114,7 +114,7 @@ class Mux:
         _log.info("mux waits for its first snapshot", extra={"host": self._config.host, "port": self._port})
         await self._woken.wait()
         if not self._stopping.is_set():
-            # Until now clients wait in the listen backlog: without a directory every call would fail as not found.
+            # Clients wait in the listen backlog until now: without a directory every call would fail as not found.
             await self._server.start()
             if self._unix is not None:
                 self._publish(self._unix)
@@ -122,7 +122,7 @@ class Mux:
         await self._stopping.wait()
         if watching is not None:
             watching.cancel()
-        # Announced to the daemon and to load balancers; a successor can have port and control socket from now on.
+        # Announced to the daemon and to load balancers; a successor may take the port and control socket now.
         self._control.leave({"stopping": self._grace_s})
         self._loads.leave()
         self._health.stop()
@@ -171,11 +171,11 @@ class Mux:
         return GrpcServer(handlers.protocol, context)
 
     def _listen(self) -> None:
-        """Listen on the port and, where one is configured, on the Unix socket; raises Unavailable."""
+        """Listen on the port and, if configured, on the Unix socket; raises Unavailable."""
         config = self._config
         try:
             sock = bind(config.host, config.port, is_shared=config.processes > 1 or self._is_beside)
-            # From now on: a successor of another version listens before this process leaves, and no stranger does.
+            # Allows a successor of another version, and no other user's process, to listen before this one leaves.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self._server.add(sock)
             self._port = sock.getsockname()[1]
@@ -185,7 +185,7 @@ class Mux:
             path = Path(config.socket)
             for left in path.parent.glob(f"{glob.escape(path.name)}.*"):
                 if left.suffix[1:].isdecimal():
-                    remove_stale(left)  # of a mux that was killed before it served
+                    remove_stale(left)  # left by a mux that was killed before it served
             try:
                 self._unix = bind_unix(path.with_name(f"{path.name}.{os.getpid()}"), config.socket_mode, "grpc_socket")
             except TeimgrError as error:
@@ -193,7 +193,7 @@ class Mux:
             self._server.add(self._unix.sock)
 
     def _publish(self, unix: UnixListener) -> None:
-        """Move the file of the socket to the configured path, so that new connections come to this process.
+        """Move the socket's file to the configured path, so that new connections come to this process.
 
         Raises:
             Unavailable: it cannot be moved.
@@ -210,7 +210,7 @@ class Mux:
         self._stop(_DRAIN_S)
 
     def _stop(self, grace_s: float) -> None:
-        if self._stopping.is_set():  # a shorter grace than what is left of the first counts
+        if self._stopping.is_set():  # the shorter of the two graces counts
             asyncio.get_running_loop().call_later(grace_s, self._forced.set)
             return
         self._grace_s = grace_s

@@ -17,7 +17,7 @@ from teimgr.http.connection_gate import BACKLOG, ConnectionGate, Ticket
 from teimgr.http.http1 import ListenerState
 from teimgr.http.http2.connection import Connection
 
-# After the last call clients close their connections; those that do not are closed by the server.
+# After the last call clients close their connections; the server closes those that stay open.
 _CLOSE_S = 1.0
 
 
@@ -58,10 +58,10 @@ class GrpcServer:
         self.context = context
 
     async def stop(self, grace_s: float | None) -> None:
-        """Accept no more, answer the calls in flight within `grace_s`, None for none of them, and close.
+        """Stop accepting, answer the calls in flight within `grace_s` (None: answer none), and close.
 
-        A client makes later calls on other connections; one that it had sent already is refused unprocessed, so that
-        it is made again.
+        Clients make later calls on other connections. A call that was sent already is refused unprocessed, so the
+        client retries it.
         """
         self._close_listeners()
         self._state.leave()
@@ -80,12 +80,12 @@ class GrpcServer:
             connection.transport.abort()
 
     async def _drain(self, grace_s: float) -> None:
-        """Wait until all calls are answered and the clients have closed, or had the time for it."""
+        """Wait until all calls are answered and the clients have closed, or until the grace is over."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         for connection in self._connections():
             connection.leave()
-        # More than once: what a connection whose handshake ends now had sent before it had GOAWAY ends as well.
+        # Repeated for connections that finish their handshake now and sent calls before they got GOAWAY.
         while (tasks := set(self._state.tasks)) and (left_s := deadline - loop.time()) > 0:
             await asyncio.wait(tasks, timeout=left_s)
         await self._closed()
@@ -106,21 +106,22 @@ class GrpcServer:
 
 
 def tls_context(files: TlsFiles) -> ssl.SSLContext:
-    """The context of a gRPC listener, which offers HTTP/2 by ALPN alone; raises InvalidConfig as `TlsFiles.context`."""
+    """Return the TLS context of a gRPC listener, with HTTP/2 alone in ALPN; raises InvalidConfig as
+    `TlsFiles.context`."""
     context = files.context()
     context.set_alpn_protocols(["h2"])
     return context
 
 
 def tls_context_of(pems: Pems) -> ssl.SSLContext:
-    """Like `tls_context`, of certificates that are in no file."""
+    """Like `tls_context`, for certificates that are not in a file."""
     with _in_memory(pems.cert) as cert, _in_memory(pems.key) as key, _in_memory(pems.ca or b"") as ca:
         return tls_context(TlsFiles(cert, key, ca if pems.ca is not None else None))
 
 
 @contextmanager
 def _in_memory(content: bytes) -> Iterator[Path]:
-    """A file in memory, for the functions of OpenSSL that take paths alone."""
+    """Make a file in memory, for functions of OpenSSL that only take paths."""
     descriptor = os.memfd_create("pem", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, content)

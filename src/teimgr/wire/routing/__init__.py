@@ -1,1 +1,1 @@
-"""The routes of the fleet; from a target to a worker: leases and links."""
+"""Routes a call from its target (a name, model id or index) to a worker: directory, router, leases, links."""

@@ -27,13 +27,13 @@ class Directory:
         self._defaults: Mapping[str, str] = {}
 
     def set_defaults(self, defaults: Mapping[str, str]) -> None:
-        """Set the instance by kind that gets calls which name none; it need not exist yet."""
+        """Set the default instance of each kind, for calls that name none; it need not exist yet."""
         self._defaults = defaults
         for entry in tuple(self._entries.values()):
             self.publish(entry)
 
     def publish(self, entry: RouteEntry) -> None:
-        """Add or replace the entry of one instance; a new name goes to the end."""
+        """Add or replace the entry of one instance; the entry of a new name is appended."""
         if self._defaults or entry.default_for:
             kinds = tuple(kind for kind, name in self._defaults.items() if name == entry.name)
             entry = replace(entry, default_for=kinds)
@@ -50,12 +50,12 @@ class Directory:
         return RoutingSnapshot(tuple(self._entries.values()))
 
     def subscribe(self, listener: RouteListener) -> Callable[[], None]:
-        """Call `listener` with each later change; the result unsubscribes."""
+        """Call `listener` with each later change; return the function that unsubscribes it."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def confirm_by(self, confirmation: Callable[[], Awaitable[None]]) -> None:
-        """Have `confirmed` wait for `confirmation` too: routers of other processes use the routes of now."""
+        """Have `confirmed` also wait for `confirmation`, which returns when other processes use the present routes."""
         self._confirmations.append(confirmation)
 
     async def confirmed(self) -> None:

@@ -1,4 +1,4 @@
-"""Client side of workers: links (framed connections with multiplexed calls and a budget of bytes), and replicas.
+"""Client side of workers: links (framed connections with multiplexed calls and a byte budget), and replicas.
 
 A replica is one worker: two links, reconnection, and the load used for balancing.
 """
@@ -28,33 +28,33 @@ from teimgr.wire.frames import (
 )
 from teimgr.wire.spaces import reply_marks
 
-# Workers are trusted: a reply over the message limit fails its call, not the link. This only stops corrupt lengths.
+# Workers are trusted: a reply over the message limit fails its call, not the link. This limit stops corrupt lengths.
 _MAX_FRAME_BYTES = 1 << 30
-# Cost of a call besides its payload: bounds the number of small calls in flight by the same budget.
+# Cost of a call besides its payload, so that the byte budget also bounds the number of small calls in flight.
 CALL_BYTES = 512
-# With more bulk calls than this in flight the worker is busy, and the next frame may wait to be written with others.
+# With more bulk calls in flight the worker is busy, so the next frame may wait to be written with others.
 _BUSY_CALLS = 8
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 5.0
-# After this many failures in a row a replica is avoided until it passes a health check. A timeout shorter than a second
-# counts as no failure.
+# A replica with this many failures in a row is avoided until it passes a health check. A timeout below one second
+# is not counted as a failure.
 _MAX_FAILURES = 3
 _MIN_FAILURE_TIMEOUT_S = 1.0
 _CHECK_TIMEOUT_S = 5.0
 _CHECK_FIRST_PAUSE_S = 0.2
 # Equal calls vary slightly in size and remaining time: within 10 % they count as equal.
 _ALIKE = 0.9
-# Limit on the wait for a connection and for room in the byte budget, also of calls without a deadline.
+# Limit on waiting for a connection or for room in the byte budget; it also applies to calls without a deadline.
 _WAIT_LIMIT_S = 300.0
-# The calls that wait for one replica may hold this part of the bytes that may wait.
+# The largest share of the waiting bytes that calls for one replica may hold.
 _REPLICA_SHARE = 4
-# No process listens there. Other errors, such as a full backlog or too many open files, do not mean a dead worker.
+# Errors that mean that no process listens. Others, such as a full backlog, do not mean that the worker is dead.
 _GONE = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
 
 
 @dataclass(slots=True)
 class LinkStats:
-    """Counters of one instance, kept while its replicas are replaced. Bytes are those of payloads."""
+    """Counters of one instance; they outlive its replicas. Bytes are payload bytes."""
 
     connects: int = 0
     expired: int = 0
@@ -69,8 +69,8 @@ class LinkLimits:
     """Bounds of every link of one router.
 
     `max_message_bytes` bounds a payload in either direction; `max_reply_bytes` overrides it for replies.
-    `max_inflight_bytes` are those of one link, `max_waiting_bytes` those of all requests that wait for a connection or
-    for room on their link.
+    `max_inflight_bytes` is per link; `max_waiting_bytes` bounds all requests that wait for a connection or for room on
+    their link.
     """
 
     max_message_bytes: int = 40 * 1024 * 1024
@@ -156,7 +156,7 @@ class WorkerLink(FrameProtocol):
 
         Raises:
             Unavailable: the link is lost.
-            Exception: whatever kept it from being sent; its cost is given back.
+            Exception: the request could not be sent; its cost has been returned to the budget.
         """
         if not self.is_open:
             self.budget.give_back(cost_bytes)
@@ -247,7 +247,7 @@ def too_large(what: str, size: int, limit: int) -> TooLarge:
 
 
 class Refusal(NamedTuple):
-    """A call that a worker refused because it would have waited too long; of use until `until`, on the loop's clock."""
+    """A call that a worker refused because it would have waited too long; valid until `until`, on the loop's clock."""
 
     size: int
     timeout_s: float | None
@@ -262,13 +262,14 @@ class Refusal(NamedTuple):
 
 
 class Replica:
-    """One incarnation of a worker, with a link for interactive calls and one for bulk, which would delay them.
+    """One incarnation of a worker, with separate links for interactive and bulk calls, so that bulk does not delay
+    queries.
 
     The links connect on first use. Losing one closes both, and the replica takes no calls until a reconnect succeeds.
-    A socket belongs to one incarnation, so a reconnect never reaches another one. Of workers on other hosts there is
+    A socket belongs to one incarnation, so a reconnect never reaches another one. Workers on other hosts are
     `RemoteReplica` (`wire/routing/remote_links.py`).
 
-    `suspended`: it failed several calls in a row and has not passed a health check since. It gets calls only where no
+    `suspended`: it failed several calls in a row and has not passed a health check since. It gets calls only if no
     other replica can take them.
     """
 
@@ -342,7 +343,7 @@ class Replica:
             raise
 
     def retire(self) -> None:
-        """Take no new leases; close once those that are held and the calls in flight have ended."""
+        """Take no new leases; close once existing leases and calls in flight have ended."""
         self.retired = True
         for task in (self._reconnecting, self._checking):
             if task is not None:
@@ -378,7 +379,7 @@ class Replica:
             self._close_when_idle()
 
     def call_failed(self) -> None:
-        """Count a failure by no fault of the caller; after several in a row the replica is suspended."""
+        """Count a failure that the caller did not cause; after several in a row the replica is suspended."""
         self.failures += 1
         if self.failures >= _MAX_FAILURES and self.usable and not self.suspended:
             self.suspended = True
@@ -428,7 +429,7 @@ class Replica:
     async def _when_ready(
         self, bulk: bool, cost: int, flags: int, timeout_s: float | None
     ) -> tuple[WorkerLink, float | None]:
-        """The connected link with `cost` taken from its budget, and the remaining time. Raises as `start`."""
+        """Return the connected link, with `cost` taken from its budget, and the remaining time. Raises as `start`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         if self._waiting is None:

@@ -15,7 +15,7 @@ from teimgr.wire.routing.router import RouterView, not_loaded
 from teimgr.wire.tenants.quotas import leaves_room
 from teimgr.wire.tenants.table import ANONYMOUS
 
-# A model that was unloaded between its load and the call, so often, is not worth another load.
+# After a model was unloaded this many times between its load and the call, the call fails.
 _ROUNDS = 4
 _MAX_WAITING = 4096
 _MAX_WAITING_BYTES = 256 * 2**20
@@ -24,10 +24,10 @@ ResultT = TypeVar("ResultT")
 
 
 class ModelLoads(Protocol):
-    """Who has models loaded: the daemon's `Residence`, and in a mux what asks it."""
+    """Loads models for calls: the daemon's `Residence`, or the mux's client of it."""
 
     def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AbstractAsyncContextManager[None]:
-        """A block in which the model is loaded; entering it waits for the load. `size_bytes` are those of the call.
+        """Context in which the model is loaded; entering it waits for the load. `size_bytes` is the size of the call.
 
         Raises:
             TeimgrError: the load is refused.
@@ -35,20 +35,20 @@ class ModelLoads(Protocol):
 
 
 class ModelStays(ModelLoads, Protocol):
-    """Who decides how long models stay loaded too: the daemon's `Residence`."""
+    """Also decides how long models stay loaded: the daemon's `Residence`."""
 
     def keep(self, instance: str, seconds: float, key: int = ANONYMOUS) -> None:
-        """Have an on-demand model stay for so long after the last call of a tenant; 0: it goes when it has no calls.
+        """Keep an on-demand model loaded for `seconds` after a tenant's last call; 0 unloads it once it has no calls.
 
-        No tenant shortens the stay that another one wants.
+        A tenant cannot shorten the stay that another one asked for.
         """
 
     def left_s(self, instance: str) -> float | None:
-        """In how long a loaded model goes if no call comes; None for one that stays."""
+        """Return the seconds until a loaded model is unloaded if no call comes; None if it stays."""
 
 
 class NoLoads:
-    """For a process without models on demand: each is refused."""
+    """Refuses each load, in a process without models on demand."""
 
     def keep(self, instance: str, seconds: float, key: int = ANONYMOUS) -> None:
         pass
@@ -64,9 +64,9 @@ NO_LOADS = NoLoads()
 
 
 class WaitingCalls:
-    """The limits on the number and the bytes of calls that wait for `what`; `processes` share them.
+    """Limits the number and the bytes of calls that wait for `what`; `processes` share the limits.
 
-    A key has a part of both, which leaves room for others (`leaves_room`).
+    One API key may use only a part of both limits, which leaves room for others (`leaves_room`).
     """
 
     def __init__(self, what: str, processes: int) -> None:
@@ -77,7 +77,7 @@ class WaitingCalls:
 
     @contextmanager
     def one(self, instance: str, size_bytes: int) -> Iterator[None]:
-        """A block in which a call for `instance` waits.
+        """Context in which a call for `instance` counts as waiting.
 
         Raises:
             Overloaded: too many calls wait, or too many of its key.
@@ -103,7 +103,7 @@ class WaitingCalls:
 
 
 def answer_call(answer: asyncio.Future[None] | None, error: TeimgrError | None) -> None:
-    """Let a call that waits for its model go on, or raise `error` there; no-op for one that waits no longer."""
+    """Resume a call that waits for its model, or raise `error` in it; no-op if it no longer waits."""
     if answer is None or answer.done():
         return
     if error is None:
@@ -119,7 +119,7 @@ async def call_when_ready(
     call: Callable[[float | None], Awaitable[ResultT]],
     size_bytes: int = 0,
 ) -> ResultT:
-    """Make `call`, with the time that is left of `timeout_s`, once its model is loaded.
+    """Make `call` once its model is loaded, passing it the remaining part of `timeout_s`.
 
     Raises:
         DeadlineExceeded: `timeout_s` has passed.
@@ -140,7 +140,7 @@ async def call_when_ready(
 
 
 def as_unloaded(router: RouterView, instance: str, error: Unavailable) -> NotLoaded | None:
-    """The error of a call that a worker refused, as its on-demand model is being unloaded; None for other errors."""
+    """Convert the refusal of a worker whose on-demand model is being unloaded to NotLoaded; None for other errors."""
     if isinstance(error, NotLoaded):
         return error
     entry = router.find(instance)

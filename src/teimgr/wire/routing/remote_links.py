@@ -26,7 +26,7 @@ _LEAVE_POLL_S = 1.0
 
 
 class RemoteLink(RemoteFrames, WorkerLink):
-    """One connection of a replica on another host. One that is `leaving` ends with its last call, as no loss."""
+    """A connection of a replica on another host. A `leaving` link closes after its last call, which is not a loss."""
 
     leaving = False
     _desk: EntryDesk | None = None
@@ -61,8 +61,8 @@ class RemoteLink(RemoteFrames, WorkerLink):
 class RemoteReplica(Replica):
     """One incarnation of a worker on another host.
 
-    A reconnect may reach another process on the same address, which HELLO refuses: then the replica is given up, as one
-    whose process is gone. Everything else, a cut network included, is tried again for as long as the route is there.
+    A reconnect may reach another process on the same address. HELLO then refuses it, and the replica is closed as if
+    its process had exited. Any other failure, such as a cut network, is retried for as long as the route exists.
     """
 
     _gone = (ConnectionRefusedError,)  # WrongPeer is one; a reset may come from what lies between
@@ -125,7 +125,7 @@ class RemoteReplica(Replica):
         return link
 
     def _report(self, problem: str) -> None:
-        """Log why the link is down, once for each reason: reconnects follow each other for as long as a cut lasts."""
+        """Log why the link is down, once per reason, since reconnects go on for as long as the network is cut."""
         if problem != self._problem:
             facts: dict[str, Any] = {"instance": self.instance, **self._address._asdict(), "reason": problem}
             log.warning("no link to a worker on another host", extra=facts)
@@ -144,7 +144,7 @@ class RemoteReplica(Replica):
             task.add_done_callback(self._renewing.discard)
 
     async def _renew(self, link: RemoteLink) -> None:
-        """Put a new link, made with the certificates of now, in the place of one; its calls end where they began."""
+        """Replace a link with one made with the current certificates; calls in flight finish on the old link."""
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
                 fresh = await self._new_link()

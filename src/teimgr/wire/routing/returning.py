@@ -1,4 +1,4 @@
-"""Calls that come between the death of an instance's only worker and its successor: they wait for it, within limits."""
+"""Lets calls wait, within limits, for the successor of an instance's only worker after that worker died."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from teimgr.errors import DeadlineExceeded, Returning, Unavailable
 from teimgr.wire.routing.on_demand import ModelLoads, WaitingCalls
 from teimgr.wire.routing.router import Router
 
-_LOOK_S = 0.25  # a worker whose connection broke is back without a new route
+_LOOK_S = 0.25  # a worker whose connection broke returns without a route change
 
 
 class ReturningWorkers:
-    """Has calls of `router` wait for at most `limit_s`, 0 for not at all; `others` load models on demand.
+    """Lets calls of `router` wait for at most `limit_s` (0: not at all); `others` loads models on demand.
 
     `processes` share the limits on the number and the bytes of calls that wait.
     """
@@ -27,7 +27,7 @@ class ReturningWorkers:
 
     @asynccontextmanager
     async def loaded(self, instance: str, timeout_s: float | None, size_bytes: int = 0) -> AsyncIterator[None]:
-        """A block that begins once a worker is back, or is not expected any more.
+        """Context that is entered once a worker is back, or is no longer expected to come back.
 
         Raises:
             Unavailable: it was not back within the limit.

@@ -38,19 +38,19 @@ from teimgr.wire.routing.remote_links import RemoteReplica
 from teimgr.wire.spaces import Marks, check_expected, meets
 from teimgr.wire.tenants.remote import Meters
 
-# A refusal is kept for this part of the time that the worker named, if that was long enough.
+# A refusal is remembered for this part of the retry time that the worker named, if that time was long enough.
 _REFUSAL_SHARE = 0.1
 _MIN_RETRY_AFTER_S = 1.0
-# Names in an error's text, which clients bound.
+# The most instance names in an error text, since clients bound its length.
 _MAX_NAMES = 20
 _OTHER_SPACES = "; other instances of the model have another space of vectors, and are called by their names"
 _UNSET = Target()
 
 
 class Lease:
-    """Use of one replica by a call or a stream; a context manager. All calls on a lease go to the same worker.
+    """One call's or stream's use of a replica; a context manager. All calls on a lease go to the same worker.
 
-    Where that worker refuses a call before it starts it, or cannot be reached, the lease moves to another one once.
+    If that worker refuses a call before it starts, or cannot be reached, the lease moves once to another replica.
     `candidates` are the replicas that the target allows, with the names of their instances.
     """
 
@@ -91,8 +91,8 @@ class Lease:
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
-        # A tenant waits for its own share of the work ahead. HTTP: a body of the same size may be a picture, whose work
-        # differs.
+        # Keyed by tenant, which waits for its own share of the queued work. HTTP bodies are excluded: one of equal size
+        # may be a picture, which costs another amount of work.
         call_class = None if method is Method.HTTP else (method, flags, current_tenant())
         if call_class is not None:
             self._check_refusals(call_class, len(payload), timeout_s)
@@ -110,14 +110,15 @@ class Lease:
         return await self._call(method, payload, flags, None if deadline is None else deadline - loop.time())
 
     def _check_refusals(self, call_class: object, size: int, timeout_s: float | None) -> None:
-        """Raise Overloaded, with what is left of the time that the worker named, if it has just refused a call of this
-        class that was at most as large and had as much time."""
+        """Raise Overloaded, with the rest of the worker's retry time, if the worker has just refused a call of this
+        class that was at most as large and had at least as much time."""
         refusal, now = self._replica.refusals.get(call_class), asyncio.get_running_loop().time()
         if refusal is not None and now < refusal.until and refusal.holds_for(size, timeout_s):
             raise Overloaded(retry_after_s=refusal.again_at - now)
 
     def _keep_refusal(self, call_class: object, size: int, timeout_s: float | None, retry_after_s: float) -> None:
-        """Keep a refusal for a part of a long wait that the worker named: it need not read calls to refuse them."""
+        """Remember a refusal for part of the wait that the worker named, so that it need not read calls to refuse
+        them."""
         if retry_after_s >= _MIN_RETRY_AFTER_S:
             now, kept_s = asyncio.get_running_loop().time(), retry_after_s * _REFUSAL_SHARE
             self._replica.refusals[call_class] = Refusal(size, timeout_s, now + kept_s, now + retry_after_s)
@@ -133,13 +134,14 @@ class Lease:
 
     @property
     def marks(self) -> Marks:
-        """The space of the leased worker's vectors, as metadata of a reply."""
+        """Return the space of the leased worker's vectors, as metadata of a reply."""
         return self._replica.marks
 
     def expect(self, expected: str | None) -> None:
-        """Have only workers of the expected space answer the calls of this lease; it moves to one where there is one.
+        """Answer the calls of this lease only by workers of the expected space, moving it to such a worker if there is
+        one.
 
-        While an instance is updated it may have workers of two spaces.
+        An instance may have workers of two spaces during an update.
 
         Raises:
             InvalidInput: `expected` is not a fingerprint.
@@ -176,7 +178,7 @@ class Lease:
 
 
 class RouterView(Protocol):
-    """The router as one caller may use it: `Router` itself, or a part of it for restricted callers."""
+    """The router as one caller may use it: `Router` itself, or a restricted view of it."""
 
     @property
     def limits(self) -> LinkLimits:
@@ -187,10 +189,10 @@ class RouterView(Protocol):
         """The visible instances."""
 
     def find(self, name: str) -> RouteEntry | None:
-        """A visible instance by its name."""
+        """Return the visible instance of this name, or None."""
 
     def of_model(self, model_id: str) -> list[RouteEntry]:
-        """The visible instances of a model, by its id."""
+        """Return the visible instances of a model id."""
 
     def lease(self, target: Target) -> Lease:
         """Like `Router.lease`."""
@@ -200,7 +202,7 @@ class RouterView(Protocol):
 
     @property
     def may_load(self) -> Callable[[str], bool]:
-        """Whether the caller may have a model loaded that no instance has, by its id."""
+        """Return a function that says whether the caller may load a model, by its id, that no instance has."""
 
 
 def not_loaded(entry: RouteEntry) -> NotLoaded:
@@ -214,7 +216,8 @@ def _is_same_model(one: RouteEntry, other: RouteEntry) -> bool:
 
 
 class _Instance:
-    """An entry of the directory with its replicas, and the spaces of these, or of the last ones with its settings."""
+    """A directory entry with its replicas and their spaces, or the spaces that its last replicas with these settings
+    had."""
 
     __slots__ = ("entry", "replicas", "spaces")
 
@@ -227,11 +230,11 @@ class _Instance:
 
     @property
     def may_serve(self) -> bool:
-        """True if it runs, or is started or loaded for calls."""
+        """True if it runs, or would be started or loaded for a call."""
         return self.entry.state in (State.RUNNING, State.STARTING) or self.entry.is_loadable
 
     def has_space_of(self, other: _Instance) -> bool:
-        """True if the vectors of both, which have the same model id, can be compared; by their settings until both
+        """True if vectors of two instances of one model id can be compared; decided by their settings until both
         spaces are known.
         """
         if self.spaces and other.spaces:
@@ -263,9 +266,9 @@ class _Instance:
 class Router:
     """The data plane's view of the fleet: the last snapshot and a `Replica` per worker in it.
 
-    For one event loop; independent of gRPC and HTTP. `update` and `apply` may be called at any time. With `identity`,
-    that of this node in a fleet of several hosts, workers of other nodes are reached over mutual TLS, and `meters`
-    charge and count their calls.
+    For one event loop; independent of gRPC and HTTP. `update` and `apply` may be called at any time. In a fleet of
+    several hosts, `identity` is that of this node: workers of other nodes are then reached over mutual TLS, and
+    `meters` charge and count their calls.
     """
 
     def __init__(
@@ -278,7 +281,7 @@ class Router:
         self.limits = limits or LinkLimits()
         self._meters = meters
         self.may_load = may_load
-        """Whether a call may have a model loaded that no instance has, by its id."""
+        """Says whether a call may load a model, by its id, that no instance has."""
         self._identity = identity
         self._node = identity.node if identity else ""
         self._snapshot: RoutingSnapshot | None = None  # made when it is needed
@@ -326,7 +329,7 @@ class Router:
                 watcher.set_result(None)
 
     async def changed(self, name: str) -> None:
-        """Return at the next entry of an instance."""
+        """Return when the entry of an instance changes next."""
         watcher = asyncio.get_running_loop().create_future()
         watchers = self._watchers.setdefault(name, set())
         watchers.add(watcher)
@@ -338,7 +341,7 @@ class Router:
                 self._watchers.pop(name, None)
 
     def problem(self, name: str) -> Unavailable | None:
-        """Why an instance takes no calls now; None if it takes them, or does not exist."""
+        """Return why an instance takes no calls now; None if it takes them or does not exist."""
         instance = self._by_name.get(name)
         try:
             if instance is not None:
@@ -372,13 +375,13 @@ class Router:
     def lease(self, target: Target, covers: Callable[[str], bool] = lambda name: True) -> Lease:
         """Lease the replica with the fewest bytes under way, among those that the target allows.
 
-        A model's instances are considered only if `covers` accepts their name, and if their vectors are of the space
-        that the model id means: that of the first of them, in the order of creation, that runs or is to run.
+        Instances of a model are considered only if `covers` accepts their name and if their vectors are in the model
+        id's space: the space of its first instance, in order of creation, that runs or should run.
 
         Raises:
             InvalidInput: empty target.
             InstanceNotFound, ModelNotFound: nothing matches the target.
-            NotLoaded: the instance is loaded on demand, and is not loaded now.
+            NotLoaded: the instance is loaded on demand and is not loaded now.
             Unavailable: the instance does not run.
         """
         check_target(target)
@@ -418,16 +421,16 @@ class Router:
             if meant is not None and len(fitting) < len(allowed) and (error := self.problem(meant.entry.name)):
                 error.reword(error.message + _OTHER_SPACES)
                 raise error
-            # Where other keys alone have an instance of the model, no second one is made.
+            # Not made a second time if instances of the model exist that only other keys may use.
             if (mine or not known) and covers(model_id) and self.may_load(model_id):
                 raise NotLoaded(f"No instance of model '{model_id}' is loaded", model_id)
             raise ModelNotFound(f"No running instance of model '{model_id}' found")
         return _least_busy(found)
 
     def link_stats(self) -> list[dict[str, Any]]:
-        """Per instance: the counters of its links and the calls and bytes under way, for JSON.
+        """Return per instance the counters of its links and the calls and bytes in flight, for JSON.
 
-        Calls count until they end, on workers too that have left the directory since.
+        Calls are counted until they end, even on workers that have left the directory.
         """
         replicas = {name: list(instance.replicas) for name, instance in self._by_name.items()}
         for replica in self._retired:
@@ -444,13 +447,13 @@ class Router:
         ]
 
     def unnamed(self, kinds: Sequence[str] = ()) -> Target:
-        """The target of a call that names no instance.
+        """Return the target of a call that names no instance.
 
-        Of the first of `kinds` that an instance serves: the default for this kind, else the only instance, and of
-        several the only one that runs. Without kinds, the only instance of all.
+        Takes the first of `kinds` that an instance serves: the default instance for this kind, else the only instance,
+        else the only one that runs. Without kinds, the only instance of all.
 
         Raises:
-            AmbiguousInstance: there are several, or none; the text names those that fit.
+            AmbiguousInstance: several or none fit; the text names those that do.
         """
         return _unnamed(self.snapshot.entries, kinds)
 
@@ -460,7 +463,7 @@ class Router:
         await asyncio.gather(*(replica.close() for replica in self._retired))
 
     def _replicas(self, entry: RouteEntry, present: dict[WorkerEndpoint, Replica]) -> tuple[Replica, ...]:
-        """The entry's replicas; those already there are taken out of `present`."""
+        """Return the entry's replicas; those that exist already are removed from `present`."""
         stats = self._stats.setdefault(entry.name, LinkStats())
         return tuple(
             present.pop(endpoint) if endpoint in present else self._replica(entry, endpoint, stats)
@@ -475,8 +478,8 @@ class Router:
 
 
 class _RestrictedRouter:
-    """The instances of a router that a restricted caller may use, and without the reasons of failures for a caller that
-    is not an operator: they have paths of the host."""
+    """A view of the router with the instances that a restricted caller may use. The reasons of failures are hidden from
+    callers that are not operators, since they contain paths of the host."""
 
     def __init__(self, caller: Caller, router: Router) -> None:
         self._caller = caller
@@ -523,7 +526,7 @@ class _RestrictedRouter:
             raise
 
     def _by_index(self, index: int) -> Target:
-        """The caller's instance at `index` among its own: a position in the whole fleet would tell of the others'."""
+        """Return the caller's instance at `index` among its own; a fleet-wide position would reveal other instances."""
         entries = self.snapshot.entries
         if index >= len(entries):
             raise _no_such_index(index, len(entries))
@@ -581,7 +584,7 @@ def _unnamed(entries: Sequence[RouteEntry], kinds: Sequence[str]) -> Target:
 
 
 def _only(entries: Sequence[RouteEntry]) -> Target | None:
-    """The only instance that runs; if none runs, the only one that is to run, whose lease has the reason.
+    """Return the only instance that runs; if none runs, the only one that should run, whose lease raises the reason.
 
     None if there is no such instance.
 
@@ -602,8 +605,8 @@ def _least_busy(candidates: Sequence[tuple[str, Replica]]) -> Lease:
 
 
 def _load(candidate: tuple[str, Replica]) -> tuple[bool, int, bool, int, int]:
-    """The order of replicas: healthy ones first, then by bytes under way, those of this host before others, by open
-    leases, and by calls served, so that idle replicas alternate.
+    """Sort key of replicas: healthy first, then fewest bytes in flight, those of this host, fewest open leases, and
+    fewest calls served, so that idle replicas alternate.
     """
     replica = candidate[1]
     return replica.suspended, replica.outstanding_bytes, replica.is_remote, replica.leases, replica.calls
