@@ -106,8 +106,47 @@ def test_closing_ends_the_thread_and_a_closed_client_says_so() -> None:
         client_threads = {thread for thread in threading.enumerate() if thread.name == "teimgr-client"} - before
         assert client_threads
     assert not client_threads & set(threading.enumerate())
-    with pytest.raises(RuntimeError, match="not open"):
+    with pytest.raises(Internal, match="not open"):
         client.health()
+
+
+@pytest.mark.parametrize("turn", range(8))
+def test_calls_of_other_threads_end_when_the_client_is_closed(unused_port: int, turn: int) -> None:
+    """One submitted to a loop that has stopped would never end."""
+    client = Client(f"http://127.0.0.1:{unused_port}")
+    client.__enter__()
+    ended, begun = list[str](), threading.Barrier(7)
+
+    def call_until_closed() -> None:
+        begun.wait(10)
+        while True:
+            try:
+                client.health()
+            except Internal as error:
+                ended.append(error.message)
+                return
+            except Unreachable:
+                pass
+
+    threads = [threading.Thread(target=call_until_closed, daemon=True) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    begun.wait(10)
+    client.close()
+    for thread in threads:
+        thread.join(20)
+    assert len(ended) == 6
+    assert all("client" in message for message in ended)
+
+
+async def test_a_stream_that_outlives_its_client_ends_without_an_error(mux_url: str) -> None:
+    def body() -> None:
+        with Client(grpc=mux_url) as client:
+            stream = client.embed_stream((f"text {number}" for number in range(10_000)), instance=INSTANCE)
+            next(stream)
+        stream.close()
+
+    await asyncio.to_thread(body)
 
 
 def test_an_interrupted_call_has_ended_when_the_interrupt_is_raised() -> None:

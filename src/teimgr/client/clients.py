@@ -7,6 +7,7 @@ import functools
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -28,6 +29,7 @@ from teimgr.errors import DeadlineExceeded, Internal, Unreachable, ValidationErr
 
 GRPC = "http://127.0.0.1:9001"
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+_NOT_OPEN = "the client is not open: use it in a `with` block"
 
 
 class UnixTlsConnector(aiohttp.UnixConnector):
@@ -84,8 +86,8 @@ class HttpChannel(RestChannel):
     @asynccontextmanager
     async def _reply(self, request: Request) -> AsyncIterator[ReplyHead]:
         method, path, body, query, headers, timeout_s = request
-        if self._session is None:
-            raise Internal("the client is not open: use it in a `with` block")
+        if self._session is None or self._session.closed:
+            raise Internal(_NOT_OPEN)
         try:
             payload = None if body is None else aiohttp.JsonPayload(body)
         except (TypeError, ValueError) as error:
@@ -174,6 +176,8 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="teimgr-client", daemon=True)
+        self._submitting = threading.Lock()  # what is submitted to a loop that has stopped would never end
+        self._is_closed = False
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -181,6 +185,9 @@ class LoopThread:
 
         Without the wait the coroutine would still run while its caller cleans up: an asynchronous generator cannot be
         closed then.
+
+        Raises:
+            Internal: the loop is closed, or was closed before the coroutine had ended.
         """
         task: asyncio.Task[T] | None = None
         is_interrupted = False
@@ -203,19 +210,41 @@ class LoopThread:
             if task is not None:
                 task.cancel()
 
+        def submit() -> Future[T] | None:
+            with self._submitting:
+                return None if self._is_closed else asyncio.run_coroutine_threadsafe(watched(), self._loop)
+
         try:
-            return asyncio.run_coroutine_threadsafe(watched(), self._loop).result()
+            if (future := submit()) is not None:
+                return future.result()
+        except CancelledError as error:
+            if not self._is_closed:
+                raise
+            raise Internal("the client was closed before the call had ended") from error
         except BaseException:  # an interrupt may come before there is a future to cancel
             if not ended.is_set():
                 self._loop.call_soon_threadsafe(cancel)
                 ended.wait(_CANCEL_LIMIT_S)
             raise
+        coroutine.close()
+        raise Internal(_NOT_OPEN)
 
     def close(self) -> None:
-        self.run(self._loop.shutdown_asyncgens())
+        """Cancel what runs, and end the thread. Called once."""
+        with self._submitting:
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_LIMIT_S)
+        await self._loop.shutdown_asyncgens()
 
 
 def _blocking(
@@ -242,7 +271,8 @@ def _iterating(
             while (item := self._run(advance())) is not _END:
                 yield item
         finally:
-            self._run(stream.aclose())
+            if self._loop is not None:  # a stream that is left open ends with the client
+                self._run(stream.aclose())
 
     return call
 
@@ -286,10 +316,12 @@ class Client:
 
     def close(self) -> None:
         """Cancel running calls, close both connections and end the thread."""
-        if self._loop is not None:
-            self._loop.run(self._client.close())
-            self._loop.close()
-            self._loop = None
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            try:
+                loop.run(self._client.close())
+            finally:
+                loop.close()
 
     connect = _blocking(AsyncClient.connect)
     create = _blocking(AsyncClient.create)
@@ -349,7 +381,7 @@ class Client:
     infer_stream = _iterating(AsyncClient.infer_stream)
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._loop is None:
+        if (loop := self._loop) is None:
             coroutine.close()
-            raise RuntimeError("the client is not open: use it in a `with` block")
-        return self._loop.run(coroutine)
+            raise Internal(_NOT_OPEN)
+        return loop.run(coroutine)
