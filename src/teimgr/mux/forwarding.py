@@ -201,7 +201,7 @@ class StreamForwarder:
         self._target_bytes: Slice | None = None
         self._lease: Lease | None = None
         self._leases = contextlib.ExitStack()
-        self._options: Slice | None = None
+        self._options: bytes | None = None
         self._is_open = False
 
     async def run(
@@ -245,9 +245,12 @@ class StreamForwarder:
                 await on_first(lease.marks)
             if envelope.inner is None:
                 return None
-            payload = self._with_options(message) if self._rpc.arrow_field else envelope.inner
+            # The options of the stream's first message; the message's own fields come later and so win.
+            before = self._options_before(message) if self._rpc.arrow_field else b""
             try:
-                return await lease.start(self._rpc.worker_method(), payload, flags=in_lane(flags, self._lane))
+                return await lease.start(
+                    self._rpc.worker_method(), envelope.inner, flags=in_lane(flags, self._lane), before=before
+                )
             except Unavailable as error:
                 raise as_unloaded(self._router, lease.instance, error) or error from None
 
@@ -274,9 +277,8 @@ class StreamForwarder:
             self._record.found(self._lease.instance)
         return self._lease
 
-    def _with_options(self, message: Octets) -> Slice:
-        """Return the message appended to the options of the stream's first one; its own fields come later and so
-        win."""
+    def _options_before(self, message: Octets) -> bytes:
+        """Return the options of the stream's first message, to be sent before each later one; none for the first."""
         if self._options is None:
             options = without_fields(message, TARGET_FIELD, self._rpc.arrow_field)
             if len(options) > _MAX_OPTIONS_BYTES:
@@ -285,8 +287,8 @@ class StreamForwarder:
                     f"{_MAX_OPTIONS_BYTES}: they go before each later message"
                 )
             self._options = bytes(options)
-            return message
-        return b"".join((self._options, message)) if self._options else message
+            return b""
+        return self._options
 
 
 def _target_of(envelope: Envelope) -> Target:

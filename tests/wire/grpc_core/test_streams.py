@@ -22,39 +22,40 @@ from teimgr.wire.grpc_core.streams import (
 )
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.teimgr.v1 import frames_pb2
+from teimgr.wire.protobuf import varint
 from teimgr.wire.routing.links import WorkerReply
 
 
 @given(st.lists(st.text(max_size=300), min_size=1, max_size=20))
-def test_it_is_what_protobuf_writes(texts: list[str]) -> None:
+async def test_it_is_what_protobuf_writes(texts: list[str]) -> None:
     requests = [tei_pb2.RerankStreamRequest(query="q", text=text, truncate=True) for text in texts]
     collected = PairCollector(1 << 20)
 
     for request in requests:
-        collected.add(request.SerializeToString())
+        await collected.add(request.SerializeToString())
 
     assert collected.payload() == frames_pb2.RerankPairs(requests=requests).SerializeToString()
     assert collected.flags == (Flag.WAIT | Flag.BULK if len(texts) > 4 else Flag.WAIT)
 
 
-def test_it_may_fill_the_limit_and_not_a_byte_more() -> None:
+async def test_it_may_fill_the_limit_and_not_a_byte_more() -> None:
     collected = PairCollector(20)
-    collected.add(b"x" * 8)
-    collected.add(memoryview(b"x" * 8))
+    await collected.add(b"x" * 8)
+    await collected.add(memoryview(b"x" * 8))
     assert len(collected.payload()) == 20
 
     with pytest.raises(TooLarge, match=r"\(22 vs\. 20 bytes\)"):
-        collected.add(b"")
+        await collected.add(b"")
 
 
-def test_pairs_are_bounded_by_number_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pairs_are_bounded_by_number_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_PAIRS", 2)
     collected = PairCollector(1000)
-    collected.add(b"")
-    collected.add(b"")
+    await collected.add(b"")
+    await collected.add(b"")
 
     with pytest.raises(TooLarge, match=r"\(3 vs\. 2 messages\)"):
-        collected.add(b"")
+        await collected.add(b"")
 
 
 def test_no_request_is_invalid() -> None:
@@ -301,3 +302,24 @@ async def test_messages_that_are_there_already_let_others_run_in_between() -> No
     await PairCollector(10**6).collect(receive, None)
     await running
     assert others >= 50
+
+
+async def test_a_large_pair_is_copied_in_several_turns() -> None:
+    """One copy of 40 MiB held the loop for 36 ms."""
+    messages, turns = [b"x" * 2**25, None], 0
+
+    async def receive() -> bytes | None:
+        return messages.pop(0)
+
+    async def beside() -> None:
+        nonlocal turns
+        while not collecting.done():
+            turns += 1
+            await asyncio.sleep(0)
+
+    collected = PairCollector(2**26)
+    collecting = asyncio.create_task(collected.collect(receive, None))
+    await beside()
+
+    assert collected.payload() == streams._REQUEST + varint(2**25) + b"x" * 2**25
+    assert turns >= 8

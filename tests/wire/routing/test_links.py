@@ -518,6 +518,17 @@ async def test_a_call_to_a_worker_out_of_reach_is_tried_on_another(route: Any, s
         assert (await started.answer).payload == b"text"
 
 
+async def test_what_goes_before_a_payload_does_not_copy_it(route: Any, start_worker: Any) -> None:
+    """The mux joined the options of a stream and each later message: 36 ms of its loop for 40 MiB."""
+    router, payload = route(running("a", await start_worker(echo))), b"x" * 50_000
+
+    with router.lease(A) as lease:
+        started = await lease.start(Method.EMBED, payload, before=b"options")
+
+        assert started.link._outgoing[-1] is payload
+        assert (await started.answer).payload == b"options" + payload
+
+
 async def test_a_call_that_may_have_ended_its_worker_is_not_tried_again(route: Any, start_worker: Any) -> None:
     fatal: FrameWorker = await start_worker(lambda request: fatal.drop())
     other: FrameWorker = await start_worker(echo)

@@ -193,6 +193,8 @@ class StreamPump:
 _REQUEST = b"\x0a"
 # A pair of two bytes takes hundreds once it is decoded.
 MAX_PAIRS = 100_000
+# Copied at a time: a millisecond per MB.
+_COPIED_BYTES = 4 * 2**20
 
 
 class PairCollector:
@@ -233,12 +235,12 @@ class PairCollector:
             is_empty = False
             request = message if request_of is None else request_of(message)
             if request is not None:
-                self.add(request)
+                await self.add(request)
         if is_empty:
             raise InvalidInput("Empty stream")
 
-    def add(self, request: Slice) -> None:
-        """Append one `tei.v1.RerankStreamRequest`.
+    async def add(self, request: Slice) -> None:
+        """Append one `tei.v1.RerankStreamRequest`, a large one in several turns of the loop.
 
         Raises:
             TooLarge: the stream exceeds the limit in bytes or in messages.
@@ -249,9 +251,12 @@ class PairCollector:
             raise TooLarge(f"Stream larger than max ({size} vs. {self._limit_bytes} bytes)")
         if self._count == MAX_PAIRS:
             raise TooLarge(f"Stream longer than max ({MAX_PAIRS + 1} vs. {MAX_PAIRS} messages)")
-        self._buffer += head
-        self._buffer += request
         self._count += 1
+        self._buffer += head
+        self._buffer += memoryview(request)[:_COPIED_BYTES]
+        for at in range(_COPIED_BYTES, len(request), _COPIED_BYTES):
+            await asyncio.sleep(0)
+            self._buffer += memoryview(request)[at : at + _COPIED_BYTES]
 
     @property
     def flags(self) -> int:

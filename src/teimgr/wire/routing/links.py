@@ -150,9 +150,9 @@ class WorkerLink(FrameProtocol):
         return len(self._calls)
 
     def request(
-        self, method: Method, payload: Payload, flags: int, timeout_s: float | None, cost_bytes: int
+        self, method: Method, payload: Payload, flags: int, timeout_s: float | None, cost_bytes: int, before: bytes
     ) -> PendingCall:
-        """Send a request whose cost was taken from the budget.
+        """Send a request, `before` and `payload`, whose cost was taken from the budget.
 
         Raises:
             Unavailable: the link is lost.
@@ -164,7 +164,7 @@ class WorkerLink(FrameProtocol):
         self._last_id += 1
         call = PendingCall(self, self._last_id, method, cost_bytes, timeout_s)
         self.stats.requests += 1
-        self.stats.sent_bytes += len(payload)
+        self.stats.sent_bytes += len(before) + len(payload)
         self._calls[call.id] = call
         deadline_ms = 0 if timeout_s is None else min(max(1, int(timeout_s * 1000)), MAX_DEADLINE_MS)
         linger = bool(flags & Flag.BULK) and len(self._calls) > _BUSY_CALLS
@@ -179,6 +179,7 @@ class WorkerLink(FrameProtocol):
                 deadline_ms=deadline_ms,
                 linger=linger,
                 context=context,
+                before=before,
             )
         except BaseException:
             del self._calls[call.id]
@@ -316,8 +317,11 @@ class Replica:
         reconnecting = self._reconnecting is not None and not self._reconnecting.done()
         return not reconnecting and all(link is None or link.closed.done() for link in self._links)
 
-    async def start(self, method: Method, payload: Payload, flags: int, timeout_s: float | None) -> PendingCall:
-        """Send a request on the link of its lane; waits for the connection and, with `Flag.WAIT`, for the byte budget.
+    async def start(
+        self, method: Method, payload: Payload, flags: int, timeout_s: float | None, before: bytes = b""
+    ) -> PendingCall:
+        """Send `before` and `payload` as a request on the link of its lane; waits for the connection and, with
+        `Flag.WAIT`, for the byte budget.
 
         Raises:
             TooLarge: the payload exceeds the message limit.
@@ -325,7 +329,7 @@ class Replica:
             Unavailable: the worker cannot be reached.
             DeadlineExceeded: `timeout_s`, or else the limit on waits, passed while waiting.
         """
-        size = len(payload)
+        size = len(before) + len(payload)
         if size > self._limits.max_message_bytes:
             raise too_large("Request", size, self._limits.max_message_bytes)
         bulk = bool(flags & Flag.BULK)
@@ -337,7 +341,7 @@ class Replica:
             link = self._links[bulk]
             if link is None or not link.budget.try_take(cost):
                 link, timeout_s = await self._when_ready(bulk, cost, flags, timeout_s)
-            return link.request(method, payload, flags, timeout_s, cost)
+            return link.request(method, payload, flags, timeout_s, cost, before)
         except BaseException:
             self.call_ended(cost)
             raise

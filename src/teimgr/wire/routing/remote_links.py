@@ -36,11 +36,11 @@ class RemoteLink(RemoteFrames, WorkerLink):
         self._desk = EntryDesk(meters, self.owner.instance, model, self.send)
 
     def request(
-        self, method: Method, payload: Payload, flags: int, timeout_s: float | None, cost_bytes: int
+        self, method: Method, payload: Payload, flags: int, timeout_s: float | None, cost_bytes: int, before: bytes
     ) -> PendingCall:
         if self._desk is not None and self.is_open and (context := CURRENT.get()) is not None:
             self._desk.introduce(context.tenant)
-        return super().request(method, payload, flags, timeout_s, cost_bytes)
+        return super().request(method, payload, flags, timeout_s, cost_bytes, before)
 
     def frame_received(self, header: Header, payload: Received) -> None:
         if header.type != FrameType.TENANT:

@@ -67,15 +67,18 @@ class Lease:
         return not self._replica.usable
 
     async def start(
-        self, method: Method, payload: Payload, *, flags: int = Flag.NONE, timeout_s: float | None = None
+        self, method: Method, payload: Payload, *, flags: int = Flag.NONE, before: bytes = b""
     ) -> PendingCall:
-        """Send a request; returns as soon as it is queued on the link. Raises as `Replica.start`."""
+        """Send `before` and `payload` as one request; returns once it is queued on the link. Raises as `Replica.start`.
+
+        A large payload is not copied.
+        """
         try:
-            return await self._replica.start(method, payload, flags, timeout_s)
+            return await self._replica.start(method, payload, flags, None, before)
         except Unavailable:
             if not self._move():
                 raise
-        return await self._replica.start(method, payload, flags, timeout_s)
+        return await self._replica.start(method, payload, flags, None, before)
 
     async def call(
         self, method: Method, payload: Payload, *, flags: int = Flag.NONE, timeout_s: float | None = None
