@@ -10,15 +10,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import orjson
 import pytest
 import tomli_w
 
 import teimgr
+from teimgr.api.batches.batch_record import Batch, RowSet
 from teimgr.api.rest.schemas import CreateInstance, InstanceInfo, UpdateInstance, instance_info
 from teimgr.client import AsyncClient, Instance
 from teimgr.client.rest import InstanceKeys, NewInstanceKeys
+from teimgr.cluster.messages import FleetFacts, HeldWorker, NodeFacts
 from teimgr.config.instance_keys import FLAGS, parse
 from teimgr.config.settings import Settings
+from teimgr.control.launch.control_link import WorkerStatus
+from teimgr.control.launch.process_handle import RunFile
 from teimgr.control.placement.gpus import GpuInventory
 from teimgr.control.placement.planner import Planner
 from teimgr.control.supervision.store import parse as parse_state
@@ -30,6 +35,8 @@ from teimgr.spec import (
     Change,
     InstanceSpec,
     InstanceView,
+    LoadedModel,
+    RouteEntry,
     State,
     WorkerSpec,
     now_rfc3339,
@@ -252,6 +259,75 @@ def test_adding_a_key_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-c", USE, str(tmp_path / "t.toml")]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+LATER = {"of_a_later_version": {"x": 1}}
+
+
+def _with_more(values: Any) -> Any:
+    """A message in which each object that has keys has one more."""
+    if isinstance(values, list):
+        return [_with_more(each) for each in values]
+    return (
+        {name: _with_more(each) for name, each in values.items()} | LATER
+        if values and isinstance(values, dict)
+        else values
+    )
+
+
+EARLIER = {
+    RouteEntry: {"name": "a", "model_id": "m", "state": "running", "endpoints": [{"socket": "s", "incarnation": "i"}]},
+    WorkerStatus: {"state": "loading", "pid": 1, "incarnation": "i", "spec_hash": "h"},
+    LoadedModel: {
+        **dict.fromkeys(("model_id", "dtype", "device", "kind", "pooling", "batching"), "x"),
+        **{"model_sha": None, "dimension": 2, "max_input_length": 3, "max_batch_tokens": 4},
+    },
+    HeldWorker: {
+        **dict.fromkeys(("spec", "incarnation", "socket", "run_dir", "log_path"), "x"),
+        **{"pid": 1, "start_time": 2, "started_at": 3.0},
+    },
+    NodeFacts: {
+        "name": "n",
+        "versions": dict.fromkeys(("teimgr", "ray", "python", "torch"), "1"),
+        **{"labels": {}, "cores": 1, "memory_total_bytes": 2, "memory_free_bytes": 1},
+    },
+    FleetFacts: {"services": None},
+    Batch: {
+        **dict.fromkeys(("id", "owner", "endpoint", "input_file_id", "completion_window"), "x"),
+        **{"version": 1, "created": 1.0, "expires": 2.0, "status": "validating", "faults": []},
+        "progress": {"output": {"id": "o"}, "error": {"id": "e"}, "done": RowSet().to_text(), "tokens": 0},
+    },
+}
+"""The least that a process of the baseline tells, by what it is read into."""
+
+
+@pytest.mark.parametrize("kind", EARLIER, ids=lambda kind: str(kind.__name__))
+def test_what_crosses_between_versions_may_have_more_keys_or_fewer(kind: Any) -> None:
+    """A mux of an earlier version raised TypeError on a route with a new key, and was killed with its calls."""
+
+    def read(values: Any) -> Any:
+        if kind is WorkerStatus:
+            return kind.from_json(orjson.dumps(values))
+        if kind is Batch:
+            return kind.from_record(orjson.dumps(values)).to_record()
+        return kind.from_dict(values)
+
+    assert read(_with_more(EARLIER[kind])) == read(EARLIER[kind])
+
+
+def test_an_order_with_a_key_that_cannot_be_carried_out_is_refused() -> None:
+    order = orjson.loads(WorkerSpec(name="a", model_id="m").to_json())
+    with pytest.raises(TypeError, match="of_a_later_version"):
+        WorkerSpec.from_json(orjson.dumps(order | LATER).decode())
+
+
+def test_a_run_file_of_a_later_version_identifies_its_process(tmp_path: Path) -> None:
+    """One that was not read left a live process that nobody owned."""
+    of_ours = RunFile.of(os.getpid())
+    assert of_ours is not None
+    of_ours.write(path := tmp_path / "a.run")
+    path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | LATER))
+    assert RunFile.read(path) == of_ours
 
 
 def test_a_time_is_utc_with_microseconds() -> None:

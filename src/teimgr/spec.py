@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from enum import Enum, IntEnum
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from teimgr.errors import InvalidConfig, InvalidInstanceName
 
@@ -73,6 +73,9 @@ class State(str, Enum):
     UNLOADED = "unloaded"  # on demand: no worker until a call asks for the model
 
 
+_STATES = {state.value: state for state in State}
+
+
 class Kind(str, Enum):
     """The purpose of a model, the value of `LoadedModel.kind`; a configured one overrides what its files indicate."""
 
@@ -121,6 +124,16 @@ def path_prefix(text: str) -> str:
             f"{_MAX_PATH_PREFIX} characters at most (got {text[:80]!r})"
         )
     return text.rstrip("/")
+
+
+def known(kind: type[Any], values: Any) -> dict[str, Any]:
+    """The keys of a message or file that a dataclass has, for its constructor: a later version may have sent more.
+
+    What processes of two versions tell each other, or leave in files, is read so: unknown keys are ignored, missing
+    ones have their defaults. Orders to start a process (`WorkerSpec`, `MuxConfig`) and access rules refuse them by
+    name: one that was not carried out would be missed.
+    """
+    return {item.name: values[item.name] for item in fields(kind) if item.name in values}
 
 
 def rfc3339(moment: datetime, timespec: str = "microseconds") -> str:
@@ -575,8 +588,8 @@ class LoadedModel:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LoadedModel:
-        known: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in values.items()}
-        return cls(**known)
+        found = {name: tuple(it) if isinstance(it, list) else it for name, it in known(cls, values).items()}
+        return cls(**cast(dict[str, Any], found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -721,10 +734,11 @@ class RouteEntry:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RouteEntry:
-        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
-        endpoints = tuple(WorkerEndpoint(**endpoint) for endpoint in values["endpoints"])
+        """The inverse of `dataclasses.asdict`, also after JSON; a state of a later version is STARTING."""
+        endpoints = tuple(WorkerEndpoint(**known(WorkerEndpoint, each)) for each in values["endpoints"])
         words = {name: tuple(values.get(name, ())) for name in ("serves", "default_for")}
-        return cls(**values | {"state": State(values["state"]), "endpoints": endpoints} | words)
+        state = _STATES.get(values["state"], State.STARTING)
+        return cls(**known(cls, values) | {"state": state, "endpoints": endpoints} | words)
 
 
 @lru_cache(maxsize=4096)

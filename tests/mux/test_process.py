@@ -93,6 +93,23 @@ async def test_calls_wait_for_the_first_snapshot(start_mux: Any, start_worker: A
     await control.close()
 
 
+async def test_routes_of_a_later_daemon_serve_but_for_an_instance_in_a_state_unknown_here(
+    start_mux: Any, start_worker: Any
+) -> None:
+    """It raised TypeError and dropped the link, for which the daemon killed it: a gap for all calls of gRPC."""
+    control = await Control.connect(start_mux())
+    known = json.loads(running("a", await start_worker()).to_json())
+    endpoints = [each | {"lane": "fast"} for each in known["endpoints"]]
+    paused = {"name": "b", "model_id": "n", "state": "paused", "endpoints": [], "pause": 3}
+    control.say({"snapshot": [known | {"endpoints": endpoints, "weight": 3}, paused]})
+    async with client(await control.stats()) as channel:
+        assert list((await stub(channel, "Embed")(embed("x", "a"))).embeddings) == [1.0]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub(channel, "Embed")(embed("x", "b"))
+        assert caught.value.code() is Status.UNAVAILABLE
+    await control.close()
+
+
 async def test_an_empty_snapshot_is_one_too(start_mux: Any) -> None:
     control = await Control.connect(start_mux())
     async with client(await control.push()) as channel:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from teimgr.cluster.authority import CERTIFICATE_LIFE
 from teimgr.errors import Forbidden, InvalidConfig, Unauthenticated, ValidationError
 from teimgr.files import write_atomically
+from teimgr.spec import known
 from teimgr.wire.fleet_tls import check_node_name
 
 log = logging.getLogger(__name__)
@@ -100,8 +101,8 @@ class Enrolment:
         self._removed: dict[str, float] = {}
         try:
             values = json.loads(path.read_bytes()) if path.exists() else {"tokens": [], "nodes": []}
-            self._tokens = {each["id"]: TokenRecord(**each) for each in values["tokens"]}
-            self._nodes = {each["name"]: NodeRecord(**each) for each in values["nodes"]}
+            self._tokens = {each["id"]: TokenRecord(**known(TokenRecord, each)) for each in values["tokens"]}
+            self._nodes = {each["name"]: NodeRecord(**known(NodeRecord, each)) for each in values["nodes"]}
             self._removed = {name: float(at) for name, at in values.get("removed", {}).items()}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise InvalidConfig(f"the nodes of the fleet cannot be read from {path}: {error!r}") from error

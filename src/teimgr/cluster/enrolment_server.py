@@ -47,6 +47,7 @@ from teimgr.files import NO_ROOM
 from teimgr.http.acceptor import Acceptor, GatedStream
 from teimgr.http.connection_gate import LIMITS, ConnectionGate, Phase, PhaseLimit, Ticket
 from teimgr.http.server import bind
+from teimgr.spec import known
 from teimgr.wire.fleet_tls import (
     CLOCKS_APART_S,
     DAEMON,
@@ -286,7 +287,7 @@ class EnrolmentServer:
 
     def _check(self, versions: Any) -> None:
         try:
-            found = Versions(**versions)
+            found = Versions(**known(Versions, versions))
         except TypeError as error:
             raise InvalidInput(f"enrolment request: versions: {error}; is it another version of teimgr?") from error
         if different := self._versions.differences(found):

@@ -11,6 +11,7 @@ from typing import Any, Self
 from teimgr.control.launch.process_handle import Exit, ExitReport, ProcessId
 from teimgr.models.hub import ModelsFrom
 from teimgr.observability.logs import LogLines
+from teimgr.spec import known
 from teimgr.wire.json_messages import read_line
 
 LINE_LIMIT_BYTES = 1 << 20
@@ -54,7 +55,7 @@ class HeldWorker:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**values)
+        return cls(**known(cls, values))
 
 
 def exit_to_dict(exit: Exit) -> dict[str, Any]:
@@ -68,10 +69,8 @@ def exit_to_dict(exit: Exit) -> dict[str, Any]:
 
 
 def exit_from_dict(values: Mapping[str, Any]) -> Exit:
-    report = values["report"]
-    return Exit(
-        values["status"], ExitReport(**report) if report else None, values["log_tail"], LogLines(tuple(values["log"]))
-    )
+    report = ExitReport(**known(ExitReport, values["report"])) if values["report"] else None
+    return Exit(values["status"], report, values["log_tail"], LogLines(tuple(values["log"])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +117,7 @@ class NodeFacts:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**{**values, "versions": Versions(**values["versions"])})
+        return cls(**{**known(cls, values), "versions": Versions(**known(Versions, values["versions"]))})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +140,8 @@ class FleetFacts:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         services = values["services"]
-        known = None if services is None else tuple((str(name), str(address)) for name, address in services)
-        return cls(**{**values, "services": known})
+        addresses = None if services is None else tuple((str(name), str(address)) for name, address in services)
+        return cls(**{**known(cls, values), "services": addresses})
 
 
 def agent_socket(run_dir: Path) -> Path:

@@ -17,6 +17,7 @@ from teimgr.control.launch.mux_launcher import BESIDE, LocalMux, MuxPaths, MuxRu
 from teimgr.control.launch.process_handle import Exit, new_incarnation
 from teimgr.files import write_atomically
 from teimgr.http.server import address_of, bind
+from teimgr.spec import known
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class NodeMuxes:
                 paths.remove()
                 path.unlink(missing_ok=True)
                 continue
-            facts = MuxFacts(**json.loads(path.read_text()))
+            facts = MuxFacts(**known(MuxFacts, json.loads(path.read_text())))
             log_path, started_at = self._log_path(facts.name), run_file.process.started_at
             process = LocalMux(run_file.pid, pidfd, None, paths.socket, log_path, 0, started_at, True)
             found.append(NodeMux(process, paths, facts))

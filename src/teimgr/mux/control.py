@@ -283,7 +283,7 @@ class DaemonLoads:
         if "ready" in message:
             self._answer(message["ready"], None)
         if "refused" in message:
-            call, code, text, retry_after_s = message["refused"]
+            call, code, text, retry_after_s, *_ = message["refused"]
             error = error_from_code(code, text)
             error.try_after_load(retry_after_s)
             self._answer(call, error)

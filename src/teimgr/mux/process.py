@@ -43,7 +43,7 @@ from teimgr.observability import logs
 from teimgr.observability.loop_watchdog import LoopWatchdog
 from teimgr.observability.memory import MemoryReturn, collect_garbage_rarely, resident_bytes
 from teimgr.observability.telemetry import open_telemetry
-from teimgr.spec import RouteEntry, RoutingSnapshot
+from teimgr.spec import RouteEntry, RoutingSnapshot, known
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.grpc_core.rpc_table import SERVICES
 from teimgr.wire.routing.links import LinkLimits
@@ -245,7 +245,7 @@ class Mux:
 
     def _take_certificates(self, texts: dict[str, str | None]) -> None:
         """Use certificates from the daemon, which has validated them."""
-        pems = Pems(**{name: text and text.encode() for name, text in texts.items()})  # type: ignore[arg-type]
+        pems = Pems(**{name: text and text.encode() for name, text in known(Pems, texts).items()})
         self._server.secure(tls_context_of(pems))
         self._may_listen.set()
 

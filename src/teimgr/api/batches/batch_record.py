@@ -14,6 +14,7 @@ import orjson
 
 from teimgr.api.batches.files import new_file_id
 from teimgr.errors import ObjectInUse, ValidationError
+from teimgr.spec import known
 
 _VERSION = 1
 _WINDOW = re.compile(r"([1-9]\d{0,5})([smhd])")
@@ -98,7 +99,7 @@ class BatchProgress:
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> Self:
-        parts = {name: ResultPart(**values[name]) for name in ("output", "error")}
+        parts = {name: ResultPart(**known(ResultPart, values[name])) for name in ("output", "error")}
         return cls(**parts, done=RowSet.from_text(values["done"]), tokens=values["tokens"])
 
 
@@ -192,7 +193,7 @@ class Batch:
         values["status"] = Status(values["status"])
         values["faults"] = [BatchFault(*each) for each in values["faults"]]
         values["progress"] = BatchProgress.from_plain(values["progress"])
-        return cls(**values)
+        return cls(**known(cls, values))
 
 
 def _usage(tokens: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from teimgr.api.batches.disk import FILE_MODE, Disk, append_at, make_private_fol
 from teimgr.config.batches import BatchSettings
 from teimgr.errors import ObjectNotFound, Overloaded, QuotaExceeded, Replaced, TooLarge
 from teimgr.files import write_atomically
+from teimgr.spec import known
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
 """Purposes of uploaded files, and of the results of batches."""
@@ -274,7 +275,7 @@ def _append(path: Path, data: bytes | bytearray) -> None:
 
 def _read_facts(path: Path) -> StoredFile | None:
     try:
-        return StoredFile(**orjson.loads(path.read_bytes()))
+        return StoredFile(**known(StoredFile, orjson.loads(path.read_bytes())))
     except (ValueError, TypeError):  # not ours, or damaged: its data is removed with it
         return None
 

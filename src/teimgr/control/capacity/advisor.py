@@ -20,7 +20,7 @@ from teimgr.control.delayed_json import KeptFile
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.placement.gpus import Inventory, InventorySource
 from teimgr.errors import InstanceNotFound, ObjectNotFound, TeimgrError
-from teimgr.spec import Incident, InstanceSpec, InstanceView, now_rfc3339
+from teimgr.spec import Incident, InstanceSpec, InstanceView, known, now_rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Advisor:
         """Take over what an earlier daemon has applied."""
         try:
             records = [
-                Applied(**record | {"expects": Expectation(**record["expects"])})
+                Applied(**known(Applied, record) | {"expects": Expectation(**record["expects"])})
                 for record in self._kept.get(_SECTION) or ()
             ]
         except (TypeError, KeyError, ValueError) as error:

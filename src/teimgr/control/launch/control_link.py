@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from teimgr.errors import DeadlineExceeded, TeimgrError, Unavailable
-from teimgr.spec import LoadedModel
+from teimgr.spec import LoadedModel, known
 from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, Received, unpack_error
 from teimgr.wire.json_messages import MAX_MUX_LINE_BYTES, read_line
 
@@ -55,7 +55,7 @@ class WorkerStatus:
         try:
             values: dict[str, Any] = json.loads(payload)
             model = values.pop("model", None)
-            return cls(**values, model=LoadedModel.from_dict(model) if model else None)
+            return cls(**known(cls, values), model=LoadedModel.from_dict(model) if model else None)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not a worker's status: {error}") from error
 

@@ -28,7 +28,7 @@ from teimgr.errors import Code, InvalidConfig
 from teimgr.files import write_atomically
 from teimgr.http.unix_listener import SOCKET_PATH_BYTES
 from teimgr.observability.logs import LogLines, LogSpan
-from teimgr.spec import WorkerSpec, worker_file
+from teimgr.spec import WorkerSpec, known, worker_file
 
 LOCK_FILE = "daemon.lock"
 """In a run directory, locked by the daemon that uses it."""
@@ -159,7 +159,7 @@ class RunFile:
             OSError: The file is there and cannot be read, as where this process has no descriptor left.
         """
         try:
-            found = cls(**json.loads(path.read_text()))
+            found = cls(**known(cls, json.loads(path.read_text())))
             return found if isinstance(found.pid, int) and isinstance(found.start_time, int) else None
         except (FileNotFoundError, ValueError, TypeError):
             return None

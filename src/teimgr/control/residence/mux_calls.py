@@ -34,7 +34,7 @@ class LoadsForMux:
         if "left" in message and (over := self._over.get(message["left"])) is not None:
             over.set()
         if "load" in message:
-            call, instance, timeout_s = message["load"]
+            call, instance, timeout_s, *_ = message["load"]
             over = self._over[call] = asyncio.Event()
             context = RequestContext("")
             context.belongs_to(int(message.get("tenant", 0)))

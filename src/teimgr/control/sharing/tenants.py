@@ -107,9 +107,10 @@ def _of_rows(rows: Iterable[list[Any]]) -> dict[UsageKey, Counts]:
     width = len(UsageKey._fields)
     found = {}
     for row in rows:
-        if len(row) != width + len(Counter):
+        if len(row) <= width:
             raise ValueError(f"a row of {len(row)} values")
-        found[UsageKey(*map(str, row[:width]))] = tuple(map(int, row[width:]))
+        numbers = [*map(int, row[width : width + len(_NONE)])]  # another version may count more, or less
+        found[UsageKey(*map(str, row[:width]))] = (*numbers, *_NONE[len(numbers) :])
     return found
 
 
