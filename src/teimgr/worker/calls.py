@@ -27,32 +27,32 @@ from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import MAX_FIELDS, UNCOUNTED_BYTES, Slice, scan, split_off
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
-# Time limit of a call whose client sets none: over half an hour for the largest table at 50 texts/s.
+# Time limit of a call without a deadline: over half an hour for the largest table at 50 texts/s.
 MAX_CALL_S = 3600.0
 _NUMBER_BYTES = 4
 _TABLE_FIELD = "arrow_ipc"
-# Queued when the worker is full, also without `Flag.WAIT`, as in TEI, where other unary calls are refused at once.
+# Queued if the worker is full, even without `Flag.WAIT`, as in TEI, which refuses other unary calls at once.
 _ALWAYS_WAITING = frozenset({Method.RERANK, Method.RERANK_STREAM})
-# May wait as messages of streams do, but count as requests: a unary call, or a whole table.
+# May wait like messages of streams, but count as requests: a unary call, or a whole table.
 _WAITING_REQUESTS = frozenset({Method.RERANK, Method.EMBED_ARROW, Method.EMBED_SPARSE_ARROW, Method.INFER_ARROW})
-# Tokens that an input may have beyond its characters: special tokens, a prompt, the padding of a query.
+# Tokens of an input beyond its characters: special tokens, a prompt, the padding of a query.
 _EXTRA_TOKENS = 64
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 
 class CallReply(NamedTuple):
-    """The bytes a caller gets, and what they cost where the interface reports it."""
+    """The reply's bytes, and its cost if the interface reports it."""
 
     payload: Payload
     timings: Timings | None = None
     head: bytes = b""
-    """What comes before the payload."""
+    """Bytes that are sent before the payload."""
 
 
 class DeferredReply(NamedTuple):
-    """A reply that takes so long that a codec thread encodes it, by `encode`: replies of other calls need not wait for
-    it. Where it `pools` tokens, a dedicated thread encodes it, so that codecs are not held up either.
+    """A reply that takes so long to encode that a codec thread runs `encode`, so that other replies need not wait for
+    it. If it `pools` tokens, a dedicated thread runs it, so that codecs are not held up either.
     """
 
     encode: Callable[[], CallReply]
@@ -64,21 +64,21 @@ MANY_NUMBERS = 2**16
 
 
 def number_count(job: Job) -> int:
-    """How many numbers the results of a job have: a measure of the time to encode them."""
+    """Return how many numbers the results of a job have, which measures the time to encode them."""
     per_row = sum(0 if rows is None else rows.size for rows in (*job.tokens_of, *job.multi_vectors))
     entries = sum(0 if vector is None else vector.values.size for vector in job.sparse)
     return int(job.vectors.size + job.scores.size + per_row + entries)
 
 
 INTERACTIVE_TOKENS = 4096
-"""A request of more tokens, by estimate, is computed in the bulk lane, unless its caller has chosen one."""
+"""Requests with more estimated tokens are computed in the bulk lane, unless the caller has chosen a lane."""
 _CHARS_PER_TOKEN = 4
-_CHEAP_BYTES = INTERACTIVE_TOKENS * 3  # one text of this size is below the limit, whatever it is
+_CHEAP_BYTES = INTERACTIVE_TOKENS * 3  # one text of this size is below the limit in any case
 
 
 def lane_of(chars: int, texts: int, max_length: int, image_tokens: int = 0) -> Lane:
-    """The lane of a request by its cost: the tokens of its images, and the estimated tokens of its texts, each of at
-    most `max_length`.
+    """Choose the lane of a request by its cost: the tokens of its images, and the estimated tokens of its texts, each
+    of at most `max_length`.
     """
     tokens = min(chars // _CHARS_PER_TOKEN, texts * max_length) + texts + image_tokens
     return Lane.BULK if tokens > INTERACTIVE_TOKENS else Lane.INTERACTIVE
@@ -87,10 +87,10 @@ def lane_of(chars: int, texts: int, max_length: int, image_tokens: int = 0) -> L
 class WorkerCall:
     """A request that is owed exactly one `reply` or `fail`, both on the loop's thread; subclasses implement them.
 
-    `deadline` is a `time.monotonic` value, `MAX_CALL_S` away where None is given; `size_bytes` is the size of the
-    request. `has_deadline`: one was given, as the mux does for every single call. `may_wait`: queue it when the worker
-    is full, else it is refused. `streamed`: a message of a stream, which TEI does not count as a request. `turns_of` is
-    whose turns its work takes (`TURNS_OF`).
+    `deadline` is a `time.monotonic` value, `MAX_CALL_S` from now if None is given; `size_bytes` is the size of the
+    request. `has_deadline`: the client gave one, as the mux does for every unary call. `may_wait`: queue it if the
+    worker is full, instead of refusing it. `streamed`: a message of a stream, which TEI does not count as a request.
+    `turns_of`: the caller in whose turns its work runs (`TURNS_OF`).
     """
 
     __slots__ = (
@@ -126,15 +126,15 @@ class WorkerCall:
         return 0 if self.context is None else self.context.tenant
 
     def mark_part(self) -> None:
-        """It is not the first call of its request, which counts as one."""
+        """Mark it as a further call of its request, which counts as one."""
         self.is_part = True
 
     def allow_to_wait(self) -> None:
-        """Queue it when the worker is full."""
+        """Queue it if the worker is full."""
         self.may_wait = True
 
     def give_way(self) -> None:
-        """Have it computed in the bulk lane."""
+        """Compute it in the bulk lane."""
         self.lane = Lane.BULK
         self.gave_way = True
 
@@ -143,7 +143,7 @@ class WorkerCall:
         self.output_dtype = name
 
     def price(self, texts: int, max_length: int) -> None:
-        """Choose the lane by the cost of its texts, where it is open."""
+        """Choose the lane by the cost of its texts, unless the lane is fixed."""
 
     def reply(self, reply: CallReply) -> None:
         raise NotImplementedError
@@ -152,7 +152,7 @@ class WorkerCall:
         raise NotImplementedError
 
     def add_stats(self, job: Job) -> None:
-        """Add the engine's work for the call to its statistics, where its trace is sampled."""
+        """Add the engine's work for the call to its statistics, if its trace is sampled."""
         if self.context is None or not self.context.is_sampled:
             return
         spent = self.timings(job)
@@ -172,15 +172,15 @@ class WorkerCall:
         )
 
     def timings(self, job: Job) -> Timings:
-        """Cost of the finished `job` of this call, with the total up to now."""
+        """Return the cost of the finished `job` of this call, with the total time until now."""
         total_ns = int((time.monotonic() - self.received) * 1e9)
         return Timings(job.chars, job.tokens, total_ns, job.tokenization_ns, job.queue_ns, job.inference_ns)
 
 
 class MethodCall(WorkerCall):
-    """A call of a method of `wire/frames.py`; `payload` is its serialised message, `size_bytes` long.
+    """A call of a method of `wire/frames.py`; `payload` is its serialised message of `size_bytes`.
 
-    `flags` are those of a request's frame; `fixed_lane` is the lane that they name, None if they leave it open.
+    `flags` are the flags of the request's frame; `fixed_lane` is the lane that they name, None if they leave it open.
     """
 
     __slots__ = ("_parsed", "fixed_lane", "method", "payload")
@@ -198,28 +198,28 @@ class MethodCall(WorkerCall):
         self._parsed: Message | None = None
 
     def price(self, texts: int, max_length: int) -> None:
-        """Leave the interactive lane where it costs too much, unless the caller chose it or it is part of a stream."""
+        """Move to the bulk lane if it costs too much, unless the caller chose the lane or it is part of a stream."""
         if self.size_bytes > _CHEAP_BYTES and self.fixed_lane is None and not self.streamed:
             self.lane = lane_of(self.size_bytes, texts, max_length)
 
     def message(self, kind: type[MessageT], most_fields: int = MAX_FIELDS) -> MessageT:
-        """The payload as a protobuf message of type `kind`; raises InvalidInput as `parsed`."""
+        """Return the payload as a protobuf message of type `kind`; raises InvalidInput as `parsed`."""
         if self._parsed is None:
             return parsed(kind, self.payload, most_fields)
         found, self._parsed = self._parsed, None  # which takes as much memory as the payload
         return cast(MessageT, found)
 
     def parse(self, kind: type[Message], most_fields: int) -> None:
-        """For a thread: have the next `message` find the payload parsed; raises InvalidInput as `parsed`."""
+        """Parse the payload for the next `message`, on a thread; raises InvalidInput as `parsed`."""
         self._parsed = parsed(kind, self.payload, most_fields)
 
     def table_message(self, kind: type[MessageT]) -> tuple[MessageT, bytes | memoryview]:
-        """The payload as a message without its `arrow_ipc`, and that: a view of the payload where this is large.
+        """Return the message without its `arrow_ipc`, and the latter: a view of the payload if it is large.
 
-        Protobuf's parser would copy the table, and copy it again at each look at it, with the GIL held.
+        Protobuf's parser would copy the table, and copy it again at each access, while it holds the GIL.
 
         Raises:
-            InvalidInput: as `parsed`, or the other fields come in parts of more than `MAX_JOINED_BYTES`.
+            InvalidInput: as `parsed`, or the other fields are in parts of more than `MAX_JOINED_BYTES`.
         """
         if len(self.payload) <= UNCOUNTED_BYTES:
             message = self.message(kind)
@@ -229,7 +229,7 @@ class MethodCall(WorkerCall):
 
 
 def parsed(kind: type[MessageT], payload: Slice, most_fields: int = MAX_FIELDS) -> MessageT:
-    """A protobuf message of type `kind`.
+    """Parse a protobuf message of type `kind`.
 
     Raises:
         InvalidInput: it is malformed, or larger than 64 KiB with more than `most_fields` fields or as many bytes of
@@ -238,7 +238,7 @@ def parsed(kind: type[MessageT], payload: Slice, most_fields: int = MAX_FIELDS) 
     stops = _stops_of_pieces(kind, payload, most_fields) if len(payload) > UNCOUNTED_BYTES else [len(payload)]
     try:
         if len(stops) <= 1:
-            return kind.FromString(cast(bytes, payload))  # or a bytearray; a view would be copied
+            return kind.FromString(cast(bytes, payload))  # it may be a bytearray; a view would be copied
         message, begin = kind(), 0
         for stop in stops:
             message.MergeFromString(bytes(payload[begin:stop]))
@@ -248,14 +248,14 @@ def parsed(kind: type[MessageT], payload: Slice, most_fields: int = MAX_FIELDS) 
         raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
-# Of fields that protobuf's parser reads in one call, which holds the GIL: 8 ms at most for one text beyond it.
+# Bytes of fields that protobuf's parser reads in one call while it holds the GIL: at most 8 ms for a larger text.
 _PIECE_BYTES = 2 * 2**20
 
 
 def _stops_of_pieces(kind: type[Message], payload: Slice, most_fields: int) -> list[int]:
-    """Where the pieces end that protobuf's parser is given, once no call of it will take long.
+    """Return the ends of the pieces that are given to protobuf's parser, so that no call of it takes long.
 
-    To merge the pieces of a message, each of whole fields, gives the message.
+    Each piece has whole fields; merging them gives the message.
     """
     least = min(most_fields, MAX_TEXT_BYTES)
     stops, begin = [], 0
@@ -290,13 +290,13 @@ class AwaitedReply:
 
     def fail(self, error: TeimgrError) -> None:
         if not self.answer.done():
-            # Without its traceback, whose frames have this call: the cycle would keep the payload.
+            # The error must not keep its traceback, whose frames refer to this call: the cycle would keep the payload.
             self.answer.set_exception(error.with_traceback(None))
-            self.answer.exception()  # marked as retrieved: asyncio logs the failure of a cancelled call otherwise
+            self.answer.exception()  # marked as retrieved, else asyncio logs the failure of a cancelled call
 
 
 def raise_first(job: Job) -> None:
-    """Raise the error of the first row that has one; a refusal names the row if the job has several."""
+    """Raise the error of the first row that has one; the text names the row if the job has several."""
     if not job.errors:
         return
     row = min(job.errors)
@@ -307,14 +307,14 @@ def raise_first(job: Job) -> None:
 
 
 def within(payload: Payload, limit_bytes: int) -> Payload:
-    """`payload` itself; raises TooLarge where it is over `limit_bytes`, the limit of a reply."""
+    """Return `payload`; raises TooLarge if it exceeds `limit_bytes`, the limit of a reply."""
     if len(payload) > limit_bytes:
         raise TooLarge(f"Reply of {len(payload)} bytes is larger than the limit of {limit_bytes} bytes")
     return payload
 
 
 def request_options(message: Any, output: Output | frozenset[Output], **more: Any) -> InferOptions:
-    """The options of a request of `tei.v1` or Arrow; `more` are the other fields of `InferOptions`.
+    """Make the options of a request of `tei.v1` or Arrow; `more` are other fields of `InferOptions`.
 
     Raises:
         InvalidInput: `truncation_direction` is not in its enum.
@@ -325,7 +325,7 @@ def request_options(message: Any, output: Output | frozenset[Output], **more: An
     return InferOptions(
         frozenset((output,)) if isinstance(output, Output) else output,
         truncate=message.truncate,
-        # A message without the field has RIGHT too: it leaves the side to the model's files.
+        # A message without the field reads as RIGHT too, so RIGHT means the side that the model's files name.
         truncation_left=direction == tei_pb2.TRUNCATION_DIRECTION_LEFT,
         **more,
     )
@@ -336,7 +336,8 @@ def optional(message: Message, field: str) -> Any:
 
 
 def max_token_bytes(model: LoadedModel, outputs: frozenset[Output], inputs: Iterable[Input]) -> int:
-    """An upper bound of the float32 bytes of vectors per token of `inputs`, with a token per character; else 0."""
+    """Return an upper bound of the float32 bytes of the vectors per token of `inputs`, at a token per character;
+    else 0."""
     width = sum(token_width(model, output) for output in outputs)
     if not width:
         return 0
@@ -352,14 +353,14 @@ def max_token_bytes(model: LoadedModel, outputs: frozenset[Output], inputs: Iter
 
 
 def token_width(model: LoadedModel, output: Output) -> int:
-    """Numbers of a vector per token; 0 for an output that has none."""
+    """Return the size of a vector per token; 0 for an output without these."""
     if output is Output.MULTI_VECTOR:
         return model.multi_vector_dimension
     return model.token_dimension if output is Output.TOKENS else 0
 
 
 def over_limit(count: int, limit: int) -> str | None:
-    """TEI's sentence for a batch of too many inputs; None for one within the limit."""
+    """Return TEI's sentence for a batch of too many inputs; None if it is within the limit."""
     return f"batch size {count} > maximum allowed batch size {limit}" if count > limit else None
 
 
@@ -373,16 +374,16 @@ class Part(NamedTuple):
     inputs: Sequence[Input]
     options: InferOptions
     chars: int = -1
-    """Their characters, where the thread that read them counted these: of 60,000 pairs, the loop would take 20 ms."""
+    """Their characters, if the reading thread counted them: the loop would take 20 ms for 60,000 pairs."""
 
 
 def counted(inputs: Sequence[Input], options: InferOptions, rows: Sequence[int] | None = None) -> Part:
-    """For a thread: inputs, by default all of a call, with their characters."""
+    """Make a part with its characters counted, on a thread; `rows` defaults to all inputs of the call."""
     return Part(range(len(inputs)) if rows is None else rows, inputs, options, total_characters(inputs))
 
 
 def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[Part]:
-    """One part for each different set of options; `options` has one for each input."""
+    """Return one part for each different set of options; `options` has one for each input."""
     rows_of: dict[InferOptions, list[int]] = {}
     for row, option in enumerate(options):
         rows_of.setdefault(option, []).append(row)
@@ -390,10 +391,10 @@ def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[P
 
 
 class Submission:
-    """The engine jobs of one call, one per part. `complete` runs where the engine finishes, all else on the loop.
+    """The engine jobs of one call, one per part. `complete` runs on the finisher's thread, all else on the loop.
 
-    Several parts are supported only for the SCORES output. `has_waited`: it queued for admission, or its inputs
-    were read, after its wait was estimated, so that this is estimated again. `result_bytes`: of what the jobs keep
+    Several parts are supported only for the SCORES output. `has_waited`: it queued for admission, or its inputs were
+    read, after its wait was estimated, so the wait is estimated again. `result_bytes` is the size of what the jobs keep
     until they are answered, None if it is to be estimated from their inputs.
     """
 
@@ -419,27 +420,27 @@ class Submission:
             job.cancel()
 
     def charge_to(self, job: Job, account: Account) -> None:
-        """Charge one of its jobs."""
+        """Charge one of its jobs to a tenant's account."""
         self.accounts += (account,)
         job.charge_to(account)
 
     def settle(self) -> None:
-        """The call is over: what was not taken into a batch is refunded."""
+        """Refund the tokens that were not taken into a batch, when the call is over."""
         for account in self.accounts:
             account.settle(None)
 
     def complete(self) -> Job | None:
-        """Count one finished job; after the last one, a job with the results of all."""
+        """Count one finished job; after the last one, return a job with the results of all."""
         self._unfinished -= 1
         if self._unfinished:
             return None
-        # A job refers to its submission: a cycle would keep results in memory until the next garbage collection.
+        # A job refers to its submission: the cycle would keep results in memory until the next garbage collection.
         jobs, self.jobs = self.jobs, []
         return jobs[0] if len(jobs) == 1 else _joined(self.parts, jobs)
 
 
 def job_of(parts: Sequence[Part], lane: Lane) -> Job:
-    """A job with all inputs of a call, in their rows, to be filled with results."""
+    """Make a job with all inputs of a call, in its order, to be filled with results."""
     if len(parts) == 1:
         return Job(parts[0].inputs, parts[0].options, lane, chars=parts[0].chars)
     inputs: list[Input] = [None] * sum(len(part.rows) for part in parts)

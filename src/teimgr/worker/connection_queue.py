@@ -1,4 +1,4 @@
-"""Queue of client connections that the workers of one instance pass to each other, beside their listening sockets."""
+"""Queue over which the workers of one instance pass client connections to each other."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 
 log = logging.getLogger(__name__)
 
-# Names of the two ends among the shared sockets, whose other names are port numbers.
+# Numbers of the two ends among the shared sockets; the other numbers are ports.
 RECEIVE_END = -1
 SEND_END = -2
 
 
 class ConnectionQueue:
-    """A pair of connected sockets of which every worker of the instance has both ends, so that any of those that serve
-    takes what one that leaves passes on. A message is a port number, with the connection as ancillary data.
+    """A pair of connected sockets. Every worker of the instance has both ends, so that any serving worker takes the
+    connections that a leaving one passes on. A message is a port number, with the connection as ancillary data.
 
     `shared` are the sockets from another worker; the first of an instance makes the pair.
     """
@@ -38,7 +38,7 @@ class ConnectionQueue:
 
     @property
     def is_sending(self) -> bool:
-        """True if connections that were passed on wait here for room."""
+        """True if passed-on connections wait in this process for room in the queue."""
         return bool(self._waiting)
 
     def serve(self, take: Callable[[int, socket.socket], None]) -> None:
@@ -46,7 +46,7 @@ class ConnectionQueue:
         self._loop.add_reader(self._receive, self._receive_one, take)
 
     def take_last(self, take: Callable[[int, socket.socket], None]) -> None:
-        """Call `take` with each connection that is in the queue, after the end of the processes that filled it."""
+        """Call `take` with each connection in the queue, after the processes that filled it have ended."""
         while self._receive_one(take):
             pass
 
@@ -54,7 +54,7 @@ class ConnectionQueue:
         self._loop.remove_reader(self._receive)
 
     def pass_on(self, port: int, connection: socket.socket) -> None:
-        """Put it at the end of the queue, once that has room."""
+        """Append a connection to the queue once there is room."""
         self._waiting.append((port, connection))
         self._send_waiting()
 
@@ -67,12 +67,12 @@ class ConnectionQueue:
         self._send.close()
 
     def _receive_one(self, take: Callable[[int, socket.socket], None]) -> bool:
-        """One at a time, as others of the instance may be idle; the result is whether one came."""
+        """Receive one connection, leaving the rest to idle workers of the instance; False if none came."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self._receive, 16, 1)
         except BlockingIOError:  # another worker has taken it
             return False
-        for descriptor in descriptors:  # none where the limit of open files is reached
+        for descriptor in descriptors:  # empty if the limit of open files is reached
             take(int(message), socket.socket(fileno=descriptor))
         return bool(message)
 

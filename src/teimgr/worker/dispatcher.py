@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Bounds on the memory of a worker: bytes of admitted calls, in payloads of the largest size; calls that wait for that.
+# Bounds on a worker's memory: bytes of admitted calls, as a multiple of the largest payload; and calls that wait.
 _MAX_PAYLOADS = 8
 _MAX_QUEUED = 65536
-# A call is refused at once where its answer is expected after this part of the time that its deadline leaves: an
-# estimate may be wrong by a quarter, and an answer that comes just too late has cost as much as one in time.
+# A call is refused at once if its answer is expected after this part of the time to its deadline. The estimate may be
+# wrong by a quarter, and an answer that comes just too late has cost as much as one in time.
 _PART_OF_DEADLINE = 0.75
-# With fewer calls in the worker, none without a deadline is refused for its expected wait: so few are one patient
-# client with large batches rather than an overload.
+# With fewer calls than this in the worker, a call without a deadline is not refused for its expected wait: so few calls
+# are one patient client with large batches, not an overload.
 _PATIENT_CALLS = 8
 
 ResultT = TypeVar("ResultT")
@@ -51,16 +51,16 @@ Outcome = tuple[WorkerCall, Job, CallReply | DeferredReply | TeimgrError]
 
 
 class Dispatcher:
-    """Takes calls to the engine and answers each exactly once. For the loop's thread, but for
-    `deliver` and `check_awaited`.
+    """Takes calls to the engine and answers each exactly once. Use it on the loop's thread, except `deliver` and
+    `check_awaited`.
 
     The stages, in the order of the methods:
 
-    1. Admission (`serve`, `infer`, `admit`): the wait is estimated; then within a number of calls and payload bytes.
-       Calls that may wait queue up.
+    1. Admission (`serve`, `infer`, `admit`): the wait is estimated, then calls and payload bytes are limited. Calls
+       that may wait are queued.
     2. Result memory (`_enter`): calls whose results grow with every token wait until the result budget has room.
     3. The engine (`_start`): one job per part, checked by `Engine.submit`. Calls that came in the same turn of the loop
-       start together at its end, so that they become one batch; that of a few queries is mostly computed right there.
+       start together at its end, as one batch; a batch of a few queries is usually computed right there.
     4. Encoding (`deliver`): where the engine finishes; very large replies on a codec thread (`_encode_deferred`).
     5. The reply (`_finish`, `answer`): everything the call holds is released first.
 
@@ -77,7 +77,7 @@ class Dispatcher:
         self._engine: Engine | None = None
         self._closed = False
         self.taken = 0
-        """Calls, and messages of streams, since the start."""
+        """Number of calls, and of messages of streams, since the start."""
         self._call_limiter = CallLimiter(
             self._fail,
             max_calls=spec.max_concurrent_requests + spec.max_waiting,
@@ -86,21 +86,21 @@ class Dispatcher:
             max_waiting_bytes=self.max_bytes,
         )
         self._interactive = InteractiveCalls()
-        # Messages that arrive at the instance port, until they are calls, and replies, until clients have read them.
+        # Bytes of messages from the instance port until they become calls, and of replies until clients have read them.
         self.port_budget = ByteBudget(self.max_bytes)
         self._result_budget = CallLimiter(self._fail, max_bytes=self.max_bytes)
         self._decoded_budget = CallLimiter(self._fail, max_bytes=self.max_bytes)
-        self.max_length = 0  # in tokens, of a text, once the model is loaded
-        self.space_headers: dict[str, str] = {}  # of a reply, once the model is loaded
+        self.max_length = 0  # maximum tokens of a text, once the model is loaded
+        self.space_headers: dict[str, str] = {}  # headers of each reply, once the model is loaded
         self.space_marks: Marks = ()
-        # What a task of an admitted call waits for, until the call ends: memory, or a codec thread.
+        # The memory or codec thread that a task of an admitted call waits for, until the call ends.
         self._awaiting: dict[WorkerCall, asyncio.Future[Any]] = {}
         self._submissions: dict[WorkerCall, Submission] = {}
-        self._starting: list[Submission] = []  # that came in this turn of the loop
+        self._starting: list[Submission] = []  # calls of this turn of the loop
         self._answering: dict[WorkerCall, asyncio.Task[None]] = {}  # calls that `run` answers
         self._tasks: set[asyncio.Task[None]] = set()
         self.turns = WorkTurns()
-        """For what the callers of the worker need done on its loop: bodies to be read, calls of links to be begun."""
+        """Work on the worker's loop, in turns by caller: reading bodies, beginning calls of links."""
         self._codec = SharedThreads(2, "codec")
         self._tokenizing = StepThread("tokenize")
         self._pooling = SharedThreads(1, "pooling")  # of tokens
@@ -119,13 +119,13 @@ class Dispatcher:
 
     @property
     def engine(self) -> Engine:
-        """The loaded engine; raises Unavailable: it is still loading."""
+        """Return the loaded engine; raises Unavailable while it is loading."""
         if self._engine is None:
             raise Unavailable(f"Instance '{self.spec.name}' is loading its model")
         return self._engine
 
     def check_space(self, expected: str | None) -> None:
-        """Refuse a request that expects another fingerprint than the model's; raises as `spaces.check_expected`."""
+        """Refuse a request whose expected fingerprint is not the model's; raises as `spaces.check_expected`."""
         if expected is not None:
             info = self.engine.info
             check_expected(expected, info.space, info.precision, self.spec.name)
@@ -137,16 +137,16 @@ class Dispatcher:
     # Stage 1: admission.
 
     def serve(self, call: WorkerCall, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
-        """Count a request, and `infer`."""
+        """Count a request, then `infer`."""
         if not call.streamed:
             self.metrics.received(len(inputs))
         call.price(len(inputs), self.max_length)
         self.infer(call, inputs, options, encode)
 
     def infer(self, call: WorkerCall, inputs: Sequence[Input], options: InferOptions, encode: Encode) -> None:
-        """Admit a call, have the engine process its inputs, and answer with what `encode` makes of the finished job.
+        """Admit a call, compute its inputs, and reply with what `encode` makes of the finished job.
 
-        `encode` runs where the engine finishes.
+        `encode` runs on the thread that finishes the job.
         """
         self._interactive.enter(call, self._tenants.share(call))
         submission = Submission(call, (Part(range(len(inputs)), inputs, options),), encode)
@@ -154,9 +154,9 @@ class Dispatcher:
         submission.wait()  # if it has not entered by now
 
     def admit(self, call: WorkerCall, proceed: Callable[[], None], jobs: Sequence[Job] = ()) -> None:
-        """Run `proceed` once `call` is admitted, at once where it was before its message was parsed.
+        """Run `proceed` once `call` is admitted; at once if it was admitted before its message was parsed.
 
-        Errors, of `proceed` too, are its reply. `jobs` are its own where they are known.
+        Errors, including those of `proceed`, become the reply. `jobs` are the call's jobs, if they are known.
         """
         if call in self._call_limiter:
             try:
@@ -182,20 +182,21 @@ class Dispatcher:
             self._check_idle()
 
     def _patience_s(self, call: WorkerCall) -> float | None:
-        """How long a call may wait by the limit for those without a deadline; None: as long as it takes."""
+        """Return how long a call without a deadline may wait; None without a limit."""
         is_patient = call.has_deadline or call.may_wait or len(self._call_limiter) < _PATIENT_CALLS
         return None if is_patient else self.spec.max_queue_wait_secs or None
 
     def _check_wait(self, call: WorkerCall, jobs: Sequence[Job], most_s: float | None = None) -> None:
-        """Refuse a call that would be answered too late, or before which too many tokens wait.
+        """Refuse a call that would be answered too late, or that would wait behind too many tokens.
 
-        With a deadline, where it will probably pass. Without one, where it would wait for more than `most_s`: HTTP
-        callers send no deadline, and disconnect when theirs has passed. Messages of streams have back-pressure instead.
+        A call with a deadline is refused if it will probably miss it; a call without one if it would wait for more than
+        `most_s`, since HTTP callers send no deadline and disconnect when theirs has passed. Messages of streams have
+        back-pressure instead.
 
         A call that may not wait is refused if more than `max_queued_tokens` tokens would wait.
 
         Raises:
-            Overloaded: with the time after which the work ahead is expected to be done.
+            Overloaded: its `retry_after_s` is the time in which the work ahead is expected to be done.
         """
         if (engine := self._engine) is None or call.streamed:
             return
@@ -215,8 +216,8 @@ class Dispatcher:
     def admit_async(
         self, call: WorkerCall, proceed: Callable[[], Coroutine[Any, Any, None]], *, computes: bool = True
     ) -> None:
-        """Like `admit`, for a coroutine, which ends with `submit` or `answer`; `computes`: the model, not a tokenizer
-        alone. For a call that was admitted already, too."""
+        """Like `admit`, for a coroutine that ends with `submit` or `answer`; also for a call that is admitted already.
+        `computes`: it needs the model, not only a tokenizer."""
         if computes:
             self._interactive.enter(call, self._tenants.share(call))
         self.admit(call, lambda: self._spawn(call, proceed()))
@@ -225,8 +226,8 @@ class Dispatcher:
         return call in self._call_limiter
 
     def run(self, call: WorkerCall, answering: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that answers `call` with its own calls, which are admitted; the first of them takes the place
-        of `call` where this is admitted (`pass_on`). `cancel` cancels it."""
+        """Run a coroutine that answers `call` by further calls, which are admitted separately; the first of them
+        takes the admission of `call` (`pass_on`). `cancel` cancels it."""
         self._idle.clear()
 
         def forget(_: asyncio.Task[None]) -> None:
@@ -239,11 +240,11 @@ class Dispatcher:
         task.add_done_callback(forget)
 
     def pass_on(self, call: WorkerCall, to: WorkerCall) -> None:
-        """Have `to` admitted in the place of `call`, whose message has been read."""
+        """Transfer the admission of `call`, whose message has been read, to `to`."""
         self._call_limiter.pass_on(call, to)
 
     async def reserve(self, call: WorkerCall, size_bytes: int) -> None:
-        """Wait until the decoded request of an admitted call, of `size_bytes`, fits into memory; held until its end."""
+        """Wait until `size_bytes` of a decoded request fit into memory; they are held until the admitted call ends."""
         if call not in self._call_limiter:
             raise Cancelled("the caller has gone")
         granted = self._awaiting[call] = self._loop.create_future()
@@ -254,10 +255,11 @@ class Dispatcher:
             self._awaiting.pop(call, None)
 
     async def read_off_loop(self, call: WorkerCall, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """`off_loop` for what reads the message of an admitted call: never done, nor kept, once the call has ended.
+        """Like `off_loop`, to read the message of an admitted call: skipped, or its result dropped, once the call has
+        ended.
 
         Raises:
-            Cancelled, DeadlineExceeded: as `check_awaited`, also where the call ended meanwhile.
+            Cancelled, DeadlineExceeded: as `check_awaited`, also if the call ended while the work ran.
         """
 
         def read() -> ResultT:
@@ -271,12 +273,12 @@ class Dispatcher:
                 found = await result
             finally:
                 self._awaiting.pop(call, None)
-                del result  # an error has this frame: a reference cycle
+                del result  # an error refers to this frame, so the result would be in a reference cycle
         self.check_awaited(call)
         return found
 
     def check_awaited(self, call: WorkerCall) -> None:
-        """For work on a codec thread, between its steps, so that it ends with its call.
+        """Raise if the call has ended; called on codec threads between the steps of its work.
 
         Raises:
             Cancelled: the call was cancelled or answered.
@@ -290,9 +292,9 @@ class Dispatcher:
     # Stages 2 and 3: result memory and the engine.
 
     def submit(self, call: WorkerCall, parts: Sequence[Part], encode: Encode) -> None:
-        """`infer` for a call that was admitted before its inputs were read; no-op if it was cancelled since.
+        """Like `infer`, for a call that was admitted before its inputs were read; no-op if it was cancelled since.
 
-        `encode` gets all inputs in the rows of the call.
+        `encode` gets all inputs, in the order of the call.
         """
         self._enter(Submission(call, parts, encode, has_waited=True))
 
@@ -316,7 +318,7 @@ class Dispatcher:
             self._start(submission)
 
     async def _enter_lists(self, submission: Submission) -> None:
-        """Enter the job of the prompts that the pairs of a call to a listwise reranker make."""
+        """Build the prompts of a listwise reranker from the pairs of a call, and enter them as one job."""
         call, parts = submission.call, submission.parts
         for part in parts:
             self.engine.check(part.options)
@@ -350,7 +352,7 @@ class Dispatcher:
     # Stage 4: encoding.
 
     def deliver(self, jobs: list[Job]) -> None:
-        """Encode the replies of one batch, on the thread that finishes it, then send them on the loop."""
+        """Encode the replies of one batch on the finisher's thread, then send them from the loop."""
         outcomes: list[Outcome] = []
         for job in jobs:
             submission = job.context
@@ -377,7 +379,7 @@ class Dispatcher:
             self._loop.call_soon_threadsafe(self._finish_all, outcomes)
 
     def _pooled(self, submission: Submission, job: Job) -> DeferredReply:
-        """The reply with token pooling, which may take part of a second for each document."""
+        """Encode the reply with token pooling, which may take a large part of a second for each document."""
 
         def encode() -> CallReply:
             pool_documents(job, self.engine.info, partial(self.check_awaited, submission.call))
@@ -387,17 +389,18 @@ class Dispatcher:
         return DeferredReply(encode, pools=True)
 
     async def off_loop(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Run `work` on a codec thread; callers have these in rotation (`TURNS_OF`)."""
+        """Run `work` on a codec thread; callers take turns (`TURNS_OF`)."""
         with short_turns():
             return await self._codec.run(work, *arguments)
 
     async def in_steps(self, steps: Steps[ResultT]) -> ResultT:
-        """Run slow Python on a thread, a step of each call in turn: none waits until another's is done."""
+        """Run slow Python on a codec thread, alternating between the steps of several calls, so that none waits for
+        another."""
         with short_turns():
             return await self._rereading.run(steps)
 
     def renderer(self) -> PageRenderer:
-        """Renders pages of PDF documents; its threads begin with the first."""
+        """Return the renderer of PDF pages; its threads start at the first use."""
         if self._renderer is None:
             from teimgr.worker.pdf_documents import PageRenderer
 
@@ -405,11 +408,11 @@ class Dispatcher:
         return self._renderer
 
     def free_off_loop(self, value: object) -> None:
-        """Once `value` is of no more use, free what is in it in parts, on a thread: one call could take 30 ms."""
+        """Free the members of an unused `value` in parts on a thread: freeing them in one call could take 30 ms."""
         weakref.finalize(value, self._free_members, vars(value)).atexit = False
 
     def _free_members(self, members: dict[str, Any]) -> None:
-        """Runs within a garbage collection too, at a moment when this thread may hold the locks of `submit`."""
+        """May run during a garbage collection, while this thread holds the locks of `submit`."""
         with suppress(RuntimeError):  # the process is stopping
             self._loop.call_soon_threadsafe(self._free_on_codec_thread, members)
 
@@ -418,16 +421,16 @@ class Dispatcher:
             self._codec.submit(_freed_in_short_turns, members)
 
     async def on_tokenizer_thread(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Run `work` that tokenizes texts of a caller, so that the codecs of all others need not wait for it."""
+        """Run `work` that tokenizes a caller's texts on its own thread, so that codecs are not held up."""
         return await self.in_tokenizer_turns(_one_step(work, *arguments))
 
     async def in_tokenizer_turns(self, steps: Steps[ResultT]) -> ResultT:
-        """Run steps on the tokenizer thread, a step of each caller in turn."""
+        """Run steps on the tokenizer thread, alternating between callers."""
         with short_turns():
             return await self._tokenizing.run(steps)
 
     async def _encode_deferred(self, call: WorkerCall, job: Job, deferred: DeferredReply) -> None:
-        if call in self._call_limiter:  # and stays there: its memory is at its largest now
+        if call in self._call_limiter:  # it stays in the limiter: its memory is at its largest now
             with short_turns():
                 threads = self._pooling if deferred.pools else self._codec
                 reply = await threads.run(deferred.encode)
@@ -436,7 +439,7 @@ class Dispatcher:
     # Stage 5: the reply.
 
     def answer(self, call: WorkerCall, outcome: CallReply | TeimgrError) -> bool:
-        """Release what `call` holds and answer it; False when it was answered or cancelled before."""
+        """Release what `call` holds and answer it; False if it was answered or cancelled before."""
         if not self._release(call):
             return False
         if isinstance(outcome, TeimgrError):
@@ -451,7 +454,7 @@ class Dispatcher:
         call.fail(error)
 
     def cancel(self, call: WorkerCall) -> None:
-        """Withdraw a call whose caller has gone: inputs that have not started never will. No-op if it was answered."""
+        """Withdraw a call whose caller has gone; inputs that have not started never start. No-op if it was answered."""
         if call not in self._call_limiter and call not in self._answering:
             return
         if (submission := self._submissions.get(call)) is not None:
@@ -471,7 +474,7 @@ class Dispatcher:
     def _finish(self, call: WorkerCall, job: Job, outcome: CallReply | TeimgrError) -> None:
         call.add_stats(job)
         error = outcome if isinstance(outcome, TeimgrError) else None
-        if (submission := self._submissions.get(call)) is not None:  # before the answer: who has it finds it counted
+        if (submission := self._submissions.get(call)) is not None:  # first: a client with its answer finds it counted
             self._tenants.finished(submission, job, error)
         if not self.answer(call, outcome):
             return
@@ -507,7 +510,7 @@ class Dispatcher:
 
     def _spawn(self, call: WorkerCall, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
-            # Not those of the call whose end let this one in.
+            # This context must not inherit that of the call whose end admitted this one.
             CURRENT.set(call.context)
             TURNS_OF.set(call.turns_of)
             try:
@@ -522,7 +525,7 @@ class Dispatcher:
     # Draining.
 
     def stop_accepting(self) -> None:
-        """Refuse new calls; those admitted and queued go on."""
+        """Refuse new calls; admitted and queued calls go on."""
         self._closed = True
 
     async def drained(self, grace_s: float) -> None:
@@ -533,7 +536,7 @@ class Dispatcher:
             log.warning("drain ended with %d calls unanswered", self.calls, extra={"instance": self.spec.name})
 
     def close(self) -> None:
-        """Stop the threads of codecs and tokenization; the engine is closed by its owner."""
+        """Stop the codec and tokenizer threads; the owner of the engine closes it."""
         for pool in (self._codec, self._tokenizing, self._pooling, self._rereading):
             pool.close()
         if self.fetcher is not None:
@@ -547,9 +550,9 @@ class Dispatcher:
 
 
 def masked(error: Exception, context: RequestContext | None = None) -> Internal:
-    """Log an unexpected error and return the one for the client, which discloses nothing.
+    """Log an unexpected error and return the error for the client, which discloses no details.
 
-    The log line has the call's `context`, the task's where it is None.
+    The log line has the call's `context`; None stands for the context of the task.
     """
     with use_context(context or CURRENT.get()):
         log.error("request failed", exc_info=error)
@@ -557,7 +560,7 @@ def masked(error: Exception, context: RequestContext | None = None) -> Internal:
 
 
 def _link_fetcher(spec: WorkerSpec) -> LinkFetcher | None:
-    """Fetches the files that requests link to; None if no host may be linked to."""
+    """Return the fetcher of files that requests link to; None if the settings allow no host."""
     if not spec.media_url_hosts:
         return None
     from teimgr.worker.media_links import LinkFetcher  # whose client no other worker needs

@@ -19,8 +19,8 @@ _ONE_TOKEN_CHARS = 10_000
 
 
 class Entity(TypedDict, total=False):
-    """A token with its `entity`, or a group of tokens with its `entity_group`; `start` and `end` are characters of the
-    text, whose part `word` is.
+    """A token with its `entity`, or a group of tokens with its `entity_group`; `word` is the text from character
+    `start` to `end`.
     """
 
     entity: str
@@ -48,15 +48,16 @@ def entities(
     how: Aggregation,
     left: bool,
 ) -> list[Entity]:
-    """The entities of a text by the logits [tokens, labels] of its tokens, special ones included; those outside of any
-    entity ("O") are left out. `left`: of a text that was too long the logits are those of its end.
+    """Return the entities of a text from the logits [tokens, labels] of its tokens, including special ones; tokens
+    outside of any entity ("O") are left out. `left`: the text was truncated on the left, so the logits are those of its
+    end.
 
     "none" gives each token; "simple" groups neighbours of one kind, with the mean of their scores, as transformers
     does: "B-X" begins a group, "I-X" or "X" continues one of X. A group is called by what is behind the first "-" of
     its first label, so "L-X" and "U-X" of other schemes are each a group of X.
     """
     if not isinstance(text, str):
-        return []  # of token ids no characters are known
+        return []  # the characters of token ids are not known
     found = list(_tokens(text, probabilities(logits), labels, tokenizer, left))
     if how == "none":
         return [
@@ -84,13 +85,13 @@ def probabilities(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 def _tokens(
     text: str, scores: NDArray[np.float32], labels: Sequence[str], tokenizer: TextTokenizer, left: bool
 ) -> Iterator[_Token]:
-    """The tokens of the text that were classified, without special ones."""
+    """Yield the classified tokens of the text, without special ones."""
     kept = tokenizer.cut(text, max(len(scores) - tokenizer.special_tokens, 1), left=left)
     spans = tokenizer.tokenize(kept, True, "")
     if 0 < len(text) - len(kept) <= _ONE_TOKEN_CHARS and len(whole := tokenizer.tokenize(text, True, "")) == len(
         scores
     ):
-        kept, spans = text, whole  # a word of no known pieces is one token, however long
+        kept, spans = text, whole  # a word without known pieces is one token of any length
     rows = range(len(spans)) if len(spans) <= len(scores) or not left else range(len(scores) - len(spans), len(scores))
     before = len(text) - len(kept) if left else 0
     characters = _character_places(kept)
@@ -103,13 +104,13 @@ def _tokens(
 
 
 def _character_places(text: str) -> NDArray[np.int64]:
-    """The index of the character that begins at, or has, each byte of a text in UTF-8, and the end: [bytes + 1]."""
+    """Return the character at each byte of a text in UTF-8, and the end: int64 [bytes + 1]."""
     sizes = np.fromiter((len(character.encode()) for character in text), np.int64, len(text))
     return np.append(np.repeat(np.arange(len(text)), sizes), len(text))
 
 
 def _kind(label: str) -> tuple[bool, str]:
-    """Whether a label begins an entity, and of which kind."""
+    """Return whether a label begins an entity, and the kind of entity."""
     if label.startswith(("B-", "I-")):
         return label[0] == "B", label[2:]
     return False, label

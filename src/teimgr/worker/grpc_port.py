@@ -1,7 +1,7 @@
 """gRPC on the instance port: dispatch of each RPC by its shape, statuses, API key, health and reflection.
 
-It is imported after the fork only, which keeps the fork server small; grpcio, which starts its own threads, is not
-loaded in workers.
+Imported only after the fork, which keeps the fork server small. Workers do not load grpcio, which starts threads of
+its own.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods import handle
 
 _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKAGE}.")}
-# A connection may hold this part of the port's budgets for messages received and for replies not read.
+# The part of the port's budgets, for received messages and unread replies, that one connection may hold.
 _CONNECTION_SHARE = 4
 # Messages of one stream in flight; the default of TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.
 _WINDOW = 1024
-# Longest wait for the next message of a stream that is collected: those before it are held in memory.
+# Longest wait for the next message of a collected stream, since the earlier ones are held in memory.
 _PAUSE_S = 30.0
-# The engine's one `on_fault` is the worker process's, set before this port exists: watches of health look at its flag.
+# The engine's only `on_fault` callback is the worker process's, set before this port exists, so watches poll its flag.
 _HEALTH_POLL_S = 1.0
 _ALWAYS_SERVING = ("", "tei.v1.Info", "tei.v1.Tokenize")
 _KINDS_OF_SERVICE = {
@@ -69,7 +69,7 @@ class GrpcCall(AwaitedReply, MethodCall):
         self.answer = asyncio.get_running_loop().create_future()
 
     def cancel(self) -> None:
-        """Take the call out of the worker; no effect once it is answered."""
+        """Remove the call from the worker; no effect once it is answered."""
         self._dispatcher.cancel(self)
 
 
@@ -84,14 +84,14 @@ class PortStream(RpcStream):
 
 
 class PortHealth(HealthService):
-    """Health by service: what the model's kind serves, while the device gives right results."""
+    """Health by service: SERVING for what the model's kind serves, while the self-test passes."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         super().__init__(_HEALTH_POLL_S)
         self._dispatcher = dispatcher
 
     def status_of(self, service: str) -> int:
-        """The ServingStatus now; raises RpcStatusError: unknown service."""
+        """Return the ServingStatus; raises RpcStatusError for an unknown service."""
         if service not in _ALWAYS_SERVING and service not in _KINDS_OF_SERVICE:
             raise RpcStatusError(NOT_FOUND, "service not registered")
         if self.is_stopped:
@@ -104,9 +104,9 @@ class PortHealth(HealthService):
 
 
 class GrpcPort:
-    """Server of `tei.v1`, health and reflection; what is no RPC of a connection goes to the HTTP application.
+    """Server of `tei.v1`, health and reflection; other requests of a connection go to the HTTP application.
 
-    Health and reflection are open; everything else requires the API key where the instance has one.
+    Health and reflection are open; everything else requires the instance's API key, if it has one.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -123,7 +123,8 @@ class GrpcPort:
             self._standard[f"/{name}/{health_reflection.REFLECTION_METHOD}"] = self._reflect
 
     def protocol(self, state: ServerConnections, ticket: Ticket) -> Connection:
-        """The protocol of an HTTP/2 connection: RPCs here, and HTTP requests to the application of the server."""
+        """Make the protocol of an HTTP/2 connection: it serves RPCs here, and HTTP requests by the server's
+        application."""
         port_budget, http = self._dispatcher.port_budget, HttpStreams(state)
         budget = ByteBudget(port_budget.limit_bytes // _CONNECTION_SHARE, port_budget)
         unread = UnreadReplies(self._unread, _CONNECTION_SHARE)
@@ -133,7 +134,7 @@ class GrpcPort:
             inference = _BY_PATH.get(path)
             if inference is None and path not in self._standard and not is_rpc(dict(stream.headers)):
                 return http.serve(stream)
-            stream.connection.keep_open()  # a channel is open for long
+            stream.connection.keep_open()  # channels stay open for long
             limit = self._dispatcher.spec.max_message_bytes
             rpc: RpcStream
             if inference is None:
@@ -211,7 +212,7 @@ class GrpcPort:
             await StreamPump(rpc, _WINDOW, stream.unread, receive=receive, start=start, send=stream.send).run()
 
     async def _single(self, rpc: Rpc, payload: Octets, flags: int, deadline: float | None, stream: PortStream) -> None:
-        """Send the one reply, after initial metadata with its compute cost."""
+        """Send the only reply, after initial metadata with its compute cost."""
         call, held = self._start(rpc, payload, flags, deadline, stream), Charge(stream.unread)
         try:
             reply = await call.answer
@@ -222,7 +223,7 @@ class GrpcPort:
         finally:
             call.cancel()
             held.release()
-            del call  # else it, its error and this frame are a cycle, which keeps the payload
+            del call  # else the call, its error and this frame are a cycle that keeps the payload
 
     def _start(self, rpc: Rpc, payload: Octets, flags: int, deadline: float | None, stream: PortStream) -> GrpcCall:
         call = GrpcCall(self._dispatcher, rpc.worker_method(), payload, flags, deadline)

@@ -1,7 +1,7 @@
 """HTTP inference, shared by all dialects: bodies, calls through the dispatcher, parts of JSON answers. No sockets.
 
 The instance's own port and the frames of the daemon's gateway both end in `HttpInference`. Unions in bodies are tried
-from left to right and the first match wins, as in TEI: `[1, 2]` is one input of two ids, `[]` is one of none.
+from left to right and the first match wins, as in TEI: `[1, 2]` is one input of two ids, `[]` is one of no ids.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ if TYPE_CHECKING:  # importing the tokenizer imports torch
 
 JSON = "application/json"
 
-# Batch limit of the dialects that document none.
+# Batch limit of dialects that document none.
 MAX_INPUTS = 10_000
-# Jobs of one request that begin in one turn of the event loop: some milliseconds.
+# Jobs of one request that are started in one turn of the event loop: some milliseconds.
 _JOBS_AT_ONCE = 32
 _U32_MAX = 2**32 - 1
 _NO_MATCH = "no_match"
@@ -77,9 +77,9 @@ class _FirstMatch:
 _FIRST_MATCH = _FirstMatch()
 
 U32 = Annotated[int, Field(ge=0, le=_U32_MAX)]
-# Strict in a lenient body too: "12" is a text there, never a token id.
+# Strict even in a lenient body: "12" is a text, never a token id.
 _Id = Annotated[int, Field(strict=True, ge=0, le=_U32_MAX)]
-# A list of another type fails at its first element: no report on thousands before the union's next member is tried.
+# A list of another type fails at its first element: thousands of errors are not collected before the next member.
 Ids = Annotated[list[_Id], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 OneOrTwo = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=True)]
@@ -96,7 +96,7 @@ TruncationDirection = TypeAliasType(
     "TruncationDirection",
     Annotated[Literal["Left", "left", "Right", "right"], WithJsonSchema({"type": "string", "enum": ["Left", "Right"]})],
 )
-# An object of anything: pydantic would look at each of 50,000 members in one call.
+# An object of any content: pydantic would visit each of 50,000 members in one call.
 AnyObject = InstanceOf[dict[str, Any]]
 PoolFactor = Annotated[
     float,
@@ -111,7 +111,7 @@ ExpectedSpace = Annotated[
     str | None,
     Field(description="the space, or <space>/<precision>, that the vectors must be of; else nothing is computed"),
 ]
-"""The field of that name in a body of a dialect that allows it; the others have the header alone."""
+"""The body's field of that name in dialects that allow it; the others only have the header."""
 
 
 class Body(BaseModel):
@@ -147,7 +147,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 class BadRequest(Exception):
     """A request whose body cannot be read: HTTP status, sentence, and the field at fault if there is one.
 
-    `input_index` is that of the input at fault, for TEI's dialects, whose sentences do not have it.
+    `input_index` is the index of the input at fault, for TEI's dialects, whose sentences do not name it.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, input_index: int | None = None) -> None:
@@ -169,7 +169,7 @@ class BadRequest(Exception):
 
 
 def broken_text(body: Buffer) -> BadRequest | None:
-    """The refusal of a body with a text that is not Unicode, such as half of an emoji; None for another body."""
+    """Return the refusal of a body with a text that is not Unicode, such as half an emoji; None for any other body."""
     found = json_scan.broken_text(body)
     if found is None:
         return None
@@ -179,12 +179,12 @@ def broken_text(body: Buffer) -> BadRequest | None:
 
 
 class BodyFormat(NamedTuple):
-    """How a body is decoded, and a dialect's sentence for one that cannot be decoded; `{}` is the decoder's error.
+    """How a body is decoded, and a dialect's sentence for an undecodable one, in which `{}` is the decoder's error.
 
-    `decode_large` is for bodies that are decoded on a thread: `decode` holds the GIL until it is done.
-    `reparse` reads a body in steps as the dialect's own parser does, if that differs from `parse`: it is called with
-    the request class for bodies that `parse` refuses, with None, and for those that `is_ambiguous`, with what `parse`
-    found. It is slow, and raises BadRequest.
+    `decode_large` decodes large bodies on a thread, since `decode` holds the GIL until it is done. `reparse` reads a
+    body in steps by the rules of the dialect's own parser, if they differ from `parse`. It is called with the request
+    class and None for bodies that `parse` refuses, and with what `parse` found for those that `is_ambiguous`. It is
+    slow, and raises BadRequest.
     """
 
     decode: Callable[[Buffer], Any] = orjson.loads
@@ -196,7 +196,7 @@ class BodyFormat(NamedTuple):
 
 
 def _is_json_or_unnamed(content_type: str) -> bool:
-    """Some clients name no type; TEI alone refuses that."""
+    """Accept a missing content type: some clients name none, and only TEI refuses that."""
     return not content_type.strip() or is_json(content_type)
 
 
@@ -204,7 +204,7 @@ JSON_BODY = BodyFormat(accepts=_is_json_or_unnamed)
 
 
 def check_content_type(content_type: str, accepts: Callable[[str], bool] = is_json) -> None:
-    """Raises BadRequest 415 for a Content-Type header that does not name JSON (or what `accepts`)."""
+    """Raise BadRequest 415 for a Content-Type header that does not name JSON (or what `accepts`)."""
     if not accepts(content_type):
         raise BadRequest(415, f"Expected request with `Content-Type: {JSON}`")
 
@@ -220,7 +220,7 @@ def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) 
     return found if is_sure and found is not None else json_scan.completed(_reparse(kind, body, body_format, found))
 
 
-# Fields that carry images, sounds or a chat, in one API or another.
+# Fields that carry images, sounds or a chat in one of the APIs.
 _MEDIA = frozenset(
     (
         *("image", "images", "image_url", "image_urls", "audio", "audios", "audio_url", "audio_urls", "input_audio"),
@@ -230,7 +230,7 @@ _MEDIA = frozenset(
 
 
 class NotOfRoute(BadRequest):
-    """A field whose images, sounds or chat the route does not read: without them the answer would be another."""
+    """A field with images, sounds or a chat that the route does not read: ignoring it would change the answer."""
 
 
 def _check_media(kind: type[Body], value: Any) -> None:
@@ -245,7 +245,8 @@ def _check_media(kind: type[Body], value: Any) -> None:
 
 
 def decoded(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> BodyT:
-    """The body by orjson and pydantic alone; raises as `parse`, but for the sentences of the format's own parser."""
+    """Decode a body by orjson and pydantic alone; raises as `parse`, without the sentences of the format's own
+    parser."""
     is_large = _is_large(body)
     try:
         value = (body_format.decode_large if is_large else body_format.decode)(body)
@@ -267,7 +268,7 @@ def _is_large(body: Buffer) -> bool:
 
 
 def _validated_large(kind: type[BodyT], value: Any) -> BodyT:
-    """The body of a decoded value, which is freed; an error that had it as its cause would keep it."""
+    """Validate a decoded value and free it; an error with `value` in its traceback would keep it alive."""
     try:
         return body_validation.validated(kind, value)
     except ValidationError as error:
@@ -278,7 +279,7 @@ def _validated_large(kind: type[BodyT], value: Any) -> BodyT:
 
 
 def _parse_quickly(kind: type[BodyT], body: Buffer, body_format: BodyFormat) -> tuple[BodyT | None, bool]:
-    """The body by `parse`, and whether that is final; if not, the format's own parser decides."""
+    """Parse a body by `parse`; return it and whether that is final. If not, the format's own parser decides."""
     if body_format.reparse is None:
         return decoded(kind, body, body_format), True
     try:
@@ -304,7 +305,7 @@ def _refusal(error: ValidationError) -> BadRequest:
 
 
 def _odd_one(value: object) -> Iterator[int]:
-    """The indices that lead to the first value of an `Input` that is neither a text nor an id."""
+    """Yield the indices that lead to the first value of an `Input` that is neither a text nor an id."""
     if not isinstance(value, list) or not value:
         return
     are_ids = _is_id(value[0])
@@ -324,10 +325,10 @@ def _is_id(value: object) -> bool:
 
 
 def engine_inputs(inputs: str | Sequence[Any], limit: int = MAX_INPUTS) -> list[EngineInput]:
-    """An `Input` as the engine takes it: a text or one list of ids is a single input, everything else a batch.
+    """Convert an `Input` for the engine: a text or one list of ids is a single input, anything else a batch.
 
     Raises:
-        TooManyInputs: more than `limit`; found before any of them is converted.
+        TooManyInputs: more than `limit`, checked before any input is converted.
     """
     if isinstance(inputs, str) or not inputs or isinstance(inputs[0], int):
         return [_engine_input(inputs)]
@@ -336,7 +337,7 @@ def engine_inputs(inputs: str | Sequence[Any], limit: int = MAX_INPUTS) -> list[
 
 
 class TooManyInputs(InvalidInput):
-    """A batch of more inputs than the dialect lets a client send at once."""
+    """A batch of more inputs than the dialect allows."""
 
     def __init__(self, given: int, message: str) -> None:
         super().__init__(message)
@@ -344,7 +345,7 @@ class TooManyInputs(InvalidInput):
 
 
 def check_count(count: int, limit: int = MAX_INPUTS) -> None:
-    """Raises TooManyInputs; to be called before anything is done for each input."""
+    """Raise TooManyInputs; call this before any work per input."""
     if (message := over_limit(count, limit)) is not None:
         raise TooManyInputs(count, message)
 
@@ -357,13 +358,13 @@ def _engine_input(one: str | Sequence[int]) -> EngineInput:
 
 
 def to_json(value: object, weight: int | None = None) -> bytes:
-    """`value` as JSON, with numpy arrays and scalars; float32 in the fewest digits that round-trip. `weight` is as that
-    of `json_pieces.dumps`."""
+    """Write `value` as JSON, with numpy arrays and scalars; float32 in the fewest digits that round-trip. `weight`
+    is as for `json_pieces.dumps`."""
     return json_pieces.dumps(value, weight)
 
 
 def usage(tokens: int) -> dict[str, int]:
-    """OpenAI's usage object: all input tokens, special ones and prompt included."""
+    """Return OpenAI's usage object; it counts all input tokens, including special ones and the prompt."""
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
@@ -376,12 +377,12 @@ def unix_time() -> int:
 
 
 def encoded_vector(values: NDArray[Any], in_base64: bool) -> NDArray[Any] | str | json_pieces.Base64:
-    """A vector or matrix for `to_json`: as numbers, or as base64 of its little-endian bytes."""
+    """Prepare a vector or matrix for `to_json`: as numbers, or as base64 of its little-endian bytes."""
     return json_pieces.in_base64(_little_endian(values)) if in_base64 else np.ascontiguousarray(values)
 
 
 def encoded_rows(rows: Iterable[NDArray[Any]], in_base64: bool) -> list[Any]:
-    """`encoded_vector` of each row: of a matrix, in half the time."""
+    """Apply `encoded_vector` to each row; for a matrix, in half the time."""
     if not isinstance(rows, np.ndarray):
         return [encoded_vector(row, in_base64) for row in rows]
     return json_pieces.rows_in_base64(_little_endian(rows)) if in_base64 else [*np.ascontiguousarray(rows)]
@@ -392,16 +393,16 @@ def _little_endian(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[int]:
-    """Rows by falling score (float32 [N]), equal ones in their order; the first `top_n` of them where it is given."""
+    """Return the rows by falling score (float32 [N]), equal ones in their order; only the first `top_n` if given."""
     order: list[int] = np.argsort(-scores, kind="stable").tolist()
     return order[:top_n]
 
 
 # Calls.
 
-# Bodies of more bytes, or lists and objects, are read in pieces on a codec thread: 9,000 objects in 110 KB take 20 ms.
+# Larger bodies, or those with more lists and objects, are read in pieces on a codec thread: 9,000 objects take 20 ms.
 _LARGE_BODY_BYTES, _FEW_CONTAINERS = 128 * 1024, 2048
-# A larger body that is parsed a second time, by the format's own parser, is so on a thread: a microsecond a byte.
+# Larger bodies that the format's own parser reads again are read on a thread: that takes a microsecond per byte.
 _REPARSED_BYTES = 512
 
 # Names of prompts for queries and for documents, in order of preference.
@@ -419,13 +420,13 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """For answers to requests without a model: a name that requests may have, never a path of the host."""
+        """Name for answers to requests without a model: one that requests may have, never a path of the host."""
         model_id = self.model.model_id
         return self.spec.served_model_name or (self.spec.name if names_a_path(model_id) else model_id)
 
     @property
     def tei_name(self) -> str:
-        """TEI's form: the model as the instance was created with."""
+        """The model id that the instance was created with, as in TEI."""
         return self.spec.served_model_name or self.model.model_id
 
 
@@ -433,8 +434,8 @@ class ServedModel:
 class JobSpec:
     """Inputs and options of an engine job, and the encoder of its answer when no input failed.
 
-    `limit` is how many inputs the dialect lets a client send at once. `encode` is None if the answer is made of
-    several jobs (`HttpInference.jobs`); `is_slow`: it takes longer than the numbers in the answer let expect.
+    `limit` is the dialect's limit on inputs per request. `encode` is None if the answer is made of several jobs
+    (`HttpInference.jobs`); `is_slow`: encoding takes longer than its count of numbers suggests.
     """
 
     inputs: Sequence[EngineInput]
@@ -448,7 +449,7 @@ class InferenceRequest(Body):
     """A body that describes one job."""
 
     def job(self, served: ServedModel) -> JobSpec:
-        """The job; raises EmptyInput or WrongModelKind, before the inputs are counted."""
+        """Return the job; raises EmptyInput or WrongModelKind before the inputs are counted."""
         raise NotImplementedError
 
 
@@ -459,7 +460,7 @@ def _size_bytes(one: EngineInput) -> int:
 
 
 class HttpCall(AwaitedReply, WorkerCall):
-    """A job of an HTTP request; `job` is the finished job where it is kept unencoded."""
+    """A job of an HTTP request; `job` is the finished job if it is kept unencoded."""
 
     __slots__ = ("answer", "job")
 
@@ -474,9 +475,9 @@ MakeJob = Callable[[ServedModel], JobSpec]
 
 
 class HttpInference:
-    """Inference for HTTP requests, in `lane`, or where it is None in that of their cost.
+    """Inference for HTTP requests in `lane`; None chooses the lane by the request's cost.
 
-    `deadline` is a `time.monotonic` value or None. `whole` is the call that the request came in, if any.
+    `deadline` is a `time.monotonic` value or None. `whole` is the call that brought the request, if any.
     """
 
     def __init__(
@@ -493,14 +494,14 @@ class HttpInference:
 
     @property
     def served(self) -> ServedModel:
-        """The model of this worker; raises Unavailable while it is loading."""
+        """Return the model of this worker; raises Unavailable while it is loading."""
         engine = self.dispatcher.engine
         return ServedModel(engine.info, self.dispatcher.spec, engine.tokenizer)
 
     async def read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat = JSON_BODY) -> BodyT:
-        """The request's body; raises BadRequest 415 for another content type, otherwise as `parse`."""
+        """Read the request's body; raises BadRequest 415 for another content type, otherwise as `parse`."""
         found = await self._read(request, kind, body_format)
-        # Not `getattr`: for a field that a model does not declare it takes 20 µs.
+        # `getattr` would take 20 µs for a field that a model does not declare.
         self.dispatcher.check_space(vars(found).get(EXPECT_FIELD))
         return found
 
@@ -525,42 +526,42 @@ class HttpInference:
         return await self.dispatcher.off_loop(search) if len(request.body) > _LARGE_BODY_BYTES else search()
 
     def inputs(self, given: str | Sequence[Any], limit: int = MAX_INPUTS) -> list[EngineInput]:
-        """Like `engine_inputs`, and counts what is refused."""
+        """Like `engine_inputs`, and count refused inputs."""
         self.check_count(1 if isinstance(given, str) or not given or isinstance(given[0], int) else len(given), limit)
         return engine_inputs(given, limit)
 
     def check_count(self, count: int, limit: int = MAX_INPUTS) -> None:
-        """Raises InvalidInput for more inputs than a client may send; to be called before they are looked at."""
+        """Raise InvalidInput for more inputs than a client may send; call this before looking at them."""
         if count > limit:
             self.dispatcher.metrics.batch_too_large(count)
             check_count(count, limit)
 
     async def respond(self, make: MakeJob, *, timings: bool = False) -> HttpReply:
-        """The response of a request that is one job, with TEI's cost headers where `timings`; errors as `run`."""
+        """Respond to a request that is one job, with TEI's cost headers if `timings`; errors as `run`."""
         [(_, reply)] = await self._submitted([make], _encode)
         return json_reply(reply.payload, reply.timings.headers() if timings and reply.timings is not None else {})
 
     async def run(self, makers: Sequence[MakeJob]) -> list[CallReply]:
-        """The encoded answers of the jobs, in order; cancelling the await cancels the jobs.
+        """Return the encoded answers of the jobs, in order; cancelling the await cancels the jobs.
 
         Raises:
-            TeimgrError: of the first job that failed; the others are cancelled.
+            TeimgrError: the error of the first job that failed; the others are cancelled.
         """
         return [reply for _, reply in await self._submitted(makers, _encode)]
 
     async def jobs(self, makers: Sequence[MakeJob]) -> list[Job]:
-        """The finished jobs themselves, for an answer that is made of several; errors as `run`."""
+        """Return the finished jobs themselves, for an answer that is made of several; errors as `run`."""
         return [call.job for call, _ in await self._submitted(makers, _keep) if call.job is not None]
 
     async def as_texts(self, inputs: list[EngineInput]) -> list[EngineInput]:
-        """The inputs with token ids read or refused as the instance is set; raises InvalidInput."""
+        """Convert or refuse token ids by the instance's `token_inputs`; raises InvalidInput."""
         spec = self.dispatcher.spec
         if spec.token_inputs == token_ids.ACCEPT or not token_ids.has_ids(inputs):
             return inputs
         return await self.dispatcher.off_loop(token_ids.read, inputs, spec)
 
     async def truncated(self, texts: list[str], limit: int | None, *, left: bool = False) -> list[str]:
-        """The texts cut to `limit` tokens, at the head where `left`; unchanged where the model takes no more anyway."""
+        """Cut the texts to `limit` tokens, at the head if `left`; unchanged if the model takes no more anyway."""
         engine = self.dispatcher.engine
         if limit is None or limit >= engine.info.max_input_length:
             return texts
@@ -586,7 +587,7 @@ class HttpInference:
                 calls.append(self._submit(spec, encode, is_part=bool(calls)))
             return [(calls[number], await calls[number].answer) for number in range(len(calls))]
         finally:
-            while calls:  # a call, its error and this frame would be a cycle, which keeps the inputs
+            while calls:  # a call, its error and this frame would be a cycle that keeps the inputs
                 self._give_up(calls.pop())
 
     def _give_up(self, call: HttpCall) -> None:
@@ -630,7 +631,7 @@ class HttpInference:
         return call
 
     def _lane_of(self, inputs: Sequence[EngineInput], size_bytes: int) -> Lane:
-        """By the tokens of its images, not by the bytes of their files: these say little about the forward."""
+        """Choose the lane by the tokens of images, not by their file sizes, which say little about the forward."""
         limit = self.dispatcher.max_length
         if self.dispatcher.engine.info.modalities == ("text",):
             return lane_of(size_bytes, len(inputs), limit)
@@ -641,7 +642,7 @@ class HttpInference:
 
 
 def _encode(call: HttpCall, spec: JobSpec, job: Job) -> CallReply | DeferredReply:
-    """Finisher thread: the answer, unless it is a large one."""
+    """Encode the answer on the finisher's thread, or defer it if it is large."""
     raise_first(job)
     encode = spec.encode
     assert encode is not None
@@ -653,7 +654,7 @@ def _encode(call: HttpCall, spec: JobSpec, job: Job) -> CallReply | DeferredRepl
 
 
 def _keep(call: HttpCall, spec: JobSpec, job: Job) -> CallReply:
-    """Finisher thread: keep the job for the handler, which encodes the answer."""
+    """Keep the job for the handler, which encodes the answer; runs on the finisher's thread."""
     raise_first(job)
     call.job = job
     return CallReply(b"", call.timings(job))
@@ -675,5 +676,5 @@ def json_reply(body: Buffer, headers: Mapping[str, str] | None = None) -> HttpRe
 
 
 def prompt_among(model: LoadedModel, names: Sequence[str]) -> str | None:
-    """The first of `names` that is a prompt of the model; None (the default prompt) where none is."""
+    """Return the first of `names` that is a prompt of the model; None (the default prompt) without one."""
     return next((name for name in names if name in model.prompts), None)

@@ -62,7 +62,7 @@ _ALLOW: Mapping[str, str] = (
 
 
 class PortAccess:
-    """What an instance port requires of a request: its API key, and of a web page an origin that is allowed.
+    """Access rules of an instance port: its API key, and an allowed origin for web pages.
 
     Without the key: 401 without a body; health, metrics and documents are public.
     """
@@ -72,7 +72,7 @@ class PortAccess:
         self._origins = frozenset(spec.cors_allow_origin)
         self._every_page_may = not self._origins or "*" in self._origins
         self.refuses = spec.api_key is not None or not self._every_page_may
-        """Whether there is a request of inference that `refusal` refuses."""
+        """True if `refusal` may refuse a request of inference."""
 
     def cors(self, headers: Mapping[bytes, bytes]) -> dict[str, str]:
         """The CORS headers of the response to a request."""
@@ -80,7 +80,7 @@ class PortAccess:
         return cors_headers(self._origins, None if origin is None else origin.decode("latin-1"))
 
     def refusal(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> HttpReply | None:
-        """The reply to a request that is refused; `headers` has the first of several values."""
+        """Return the reply that refuses a request, or None; `headers` has the first of several values."""
         if not _is_public(method, path) and not self._spec.accepts(headers.get(b"authorization", b"")):
             return HttpReply(401, {}, b"")
         if page := self._foreign_page(method, headers):
@@ -89,18 +89,18 @@ class PortAccess:
         return None
 
     def _foreign_page(self, method: str, headers: Mapping[bytes, bytes]) -> str | None:
-        """A POST that needs no preflight would else run, although the page could not read its reply."""
+        """Return the page that sent a request and may not; a POST without a preflight would run otherwise."""
         return (
             None if self._every_page_may or method in ("GET", "HEAD") else foreign_page(_text(headers), self._origins)
         )
 
 
 class PortMiddleware:
-    """The request context with its id, CORS and `access`, in this order; inference does not come here.
+    """Sets the request context with its id, then CORS, then `access`. Inference does not pass here.
 
-    CORS as TEI has it: pages of the allowed origins may read replies, or all pages where none is set or one is `*`; GET
-    and POST, and `content-type` as the only header, so that a page cannot send a key. Preflight requests are answered
-    before authentication.
+    CORS is as in TEI: pages of the allowed origins may read replies, or all pages if none is set or one is `*`; GET and
+    POST, and `content-type` as the only header, so a page cannot send a key. Preflight requests are answered before
+    authentication.
     """
 
     def __init__(self, app: ASGIApp, access: PortAccess) -> None:
@@ -134,7 +134,7 @@ class PortMiddleware:
 
 
 def cors_headers(origins: Collection[str], origin: str | None) -> dict[str, str]:
-    """The CORS headers of a response to a page of `origin`, where those of `origins` may read it, or all."""
+    """Return CORS headers that let a page of `origin` read a response if `origins` has it, has `*`, or is empty."""
     if not origins or "*" in origins:
         return _VARY | {_ALLOW_ORIGIN: "*"}
     return _VARY | ({_ALLOW_ORIGIN: origin} if origin is not None and origin in origins else {})
@@ -145,12 +145,12 @@ def _text(headers: Mapping[bytes, bytes]) -> dict[str, str]:
 
 
 def _text_of(headers: Mapping[bytes, bytes], name: bytes) -> str:
-    """The value of a header; empty without it."""
+    """Return the value of a header; empty without it."""
     return headers.get(name, b"").decode("latin-1")
 
 
 def _path(target: bytes) -> bytes:
-    """The path of a target, as it was sent; empty for an invalid one."""
+    """Return the path of a target as sent; empty for an invalid target."""
     try:
         return httptools.parse_url(target).path or b""
     except httptools.HttpParserError:
@@ -169,7 +169,7 @@ def _is_public(method: str, path: str) -> bool:
 
 _HEALTH_TIMEOUT_S = 5.0
 _ANSWERS_PER_TURN = 8
-# Of these a request context is made.
+# Headers from which a request context is made.
 _CONTEXT = {name: name.encode() for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)}
 # The headers that inference reads.
 _CONTENT_TYPE, _CONTENT_ENCODING = b"content-type", b"content-encoding"
@@ -196,8 +196,8 @@ class InstancePort:
         """200 with an empty body once the engine's self-test has passed."""
         if self._self_test is None or self._self_test.done():
             self._self_test = asyncio.create_task(self._passes_self_test())
-        passes = await asyncio.shield(self._self_test)  # one for all that ask at a time: each holds a thread
-        await self._answering.begin(sender_of(request.scope))  # thousands may have waited for it
+        passes = await asyncio.shield(self._self_test)  # one test for all that ask at a time: each would hold a thread
+        await self._answering.begin(sender_of(request.scope))  # thousands may have waited for the test
         return Response() if passes else _response(failure(TEI, Unavailable("unhealthy")))
 
     async def _passes_self_test(self) -> bool:
@@ -224,7 +224,7 @@ class InstancePort:
         return HTMLResponse(page(instance_document(), "/api-doc/openapi.json"), headers=HEADERS)
 
     def direct(self, method: bytes, target: bytes) -> Answer | None:
-        """Answers the POSTs to the routes of TEI."""
+        """Return the answer function for POSTs to TEI's routes."""
         if method != b"POST":
             return None
         path = _PATHS.get(target) or _PATHS.get(_path(target))
@@ -243,7 +243,7 @@ class InstancePort:
         return DirectReply(reply.status, fields, reply.body, self._dispatcher.port_budget)
 
     async def _infer(self, path: str, request: DirectRequest) -> HttpReply:
-        """The reply to a request of a caller who has the key."""
+        """Reply to a request whose caller has the key."""
         headers, charge = request.headers, Charge(self._dispatcher.port_budget)
         content_type = _text_of(headers, _CONTENT_TYPE)
         try:
@@ -272,7 +272,7 @@ class InstancePort:
             charge.release()
 
     def _inference_in(self, lane: str) -> HttpInference:
-        """Inference in the lane that the caller chose; raises InvalidInput for a word that is not a lane."""
+        """Make the inference in the lane that the caller chose; raises InvalidInput for a word that is not a lane."""
         if not lane:
             return self._inference
         in_lane(Flag.NONE, lane)
@@ -280,7 +280,7 @@ class InstancePort:
 
 
 def create_app(port: InstancePort) -> ASGIApp:
-    """The application of the instance port, whose dispatcher must have its engine."""
+    """Create the application of the instance port, whose dispatcher must have its engine."""
     app = Starlette(
         routes=[
             *(Route(path, port.health) for path in ("/", "/health", "/ping")),
@@ -298,7 +298,7 @@ def create_app(port: InstancePort) -> ASGIApp:
 
 
 def metrics_app(metrics: TeiMetrics) -> ASGIApp:
-    """What TEI's gRPC builds serve on their Prometheus port: the metrics on every path, `OK` on `/health`."""
+    """Create the application of TEI's Prometheus port in its gRPC builds: metrics on every path, `OK` on `/health`."""
 
     async def answer(request: Request) -> Response:
         return Response("OK" if request.url.path == "/health" else metrics.render(), media_type=_TEXT)

@@ -1,7 +1,7 @@
 """Images and sounds in requests: as data URIs or base64, or in the parts of a content, read off the event loop.
 
-A text is never taken for a file, whatever it looks like: only what a request marks as an image or a sound is one.
-Links are refused by name unless the daemon's settings list hosts that may be linked to (`media_links`).
+A text is never taken for a file: only what a request marks as an image or a sound is one. Links are refused by name
+unless the daemon's settings list hosts that may be linked to (`media_links`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from teimgr.worker import http_inference as http
 if TYPE_CHECKING:  # importing the engine imports torch
     from teimgr.worker.dispatcher import Dispatcher
 
-_CUT_LINK = 8192  # characters: more than `media_links` allows, few to hash on the event loop
+_CUT_LINK = 8192  # characters: more than `media_links` allows, few enough to hash on the event loop
 _SHOWN = 64
-_ONLY = 0  # in place of the number of a page
+_ONLY = 0  # in place of a page number: the only page
 _PARTS = {
     "text": "`text`, a string",
     "image_url": "`image_url` with `url`, a string",
@@ -40,18 +40,18 @@ _STEP = 2**20  # characters of base64, decoded in one call
 _MAX_IMAGES = 8  # of an input
 _MAX_PARTS = 64  # of a content
 _MAX_HEAD = 256  # characters of a data URI before its comma
-_ITEMS_AT_ONCE = 32  # built in one turn of the event loop, of as many parts: some milliseconds
+_ITEMS_AT_ONCE = 32  # built in one turn of the event loop: some milliseconds
 _FETCHED = ("http://", "https://")
 _LINKS = ("http:", "https:", "file:", "ftp:", "s3:", "gs:")
 
 
 class HasImages(Exception):
-    """A body with images, which another class reads: raised by a validator of the class for texts."""
+    """Raised by a validator of the class for texts: the body has images, which another class reads."""
 
 
 class SentImage(NamedTuple):
-    """An image, or by `kind` a sound, as a request has it: a data URI, base64, or its bytes, and the field that it is
-    in. With a `page`, from 1 on, it is a PDF document and that page of it; 0 stands for the only one.
+    """An image, or a sound by its `kind`, as sent: a data URI, base64, or bytes, and the field that it is in. With
+    a `page` it is a PDF document and that page of it, from 1; 0 stands for its only page.
     """
 
     data: str | bytes
@@ -78,7 +78,8 @@ class ChatEnd(NamedTuple):
     continued: bool | None = None
 
     def check(self, is_open: bool, where: str) -> None:
-        """Raise BadRequest where the end would be another one; `is_open`: an assistant's empty message is the last."""
+        """Raise BadRequest if the chat would end otherwise; `is_open`: the last message is an assistant's, and
+        empty."""
         if is_open and (self.prompted or self.continued is False):
             message = (
                 "an empty message of an assistant at the end needs continue_final_message, and no generation prompt"
@@ -102,10 +103,10 @@ class _Inference(Protocol):
 
 
 def image_bytes(sent: SentImage, has_hosts: bool = False) -> bytes:
-    """The bytes of an image or a sound; `has_hosts`: links by http and https have been fetched before.
+    """Return the bytes of an image or a sound; `has_hosts`: http and https links were fetched before.
 
     Raises:
-        InvalidInput: it is a link, no base64, or a data URI of another kind.
+        InvalidInput: it is a link, not base64, or a data URI of another kind.
     """
     data, field = sent.data, sent.field
     if isinstance(data, bytes):
@@ -134,8 +135,8 @@ def image_bytes(sent: SentImage, has_hosts: bool = False) -> bytes:
 
 
 def _decoded(data: str) -> bytes:
-    """The bytes of base64, in steps of a millisecond: a call of Python's decoder holds the GIL until it is done. Line
-    breaks and spaces may be in it, its padding be left out, and its alphabet be that of URLs.
+    """Decode base64 in steps of a millisecond, since a call of Python's decoder holds the GIL. Line breaks and spaces
+    are allowed, padding may be missing, and the alphabet may be that of URLs.
 
     Raises:
         binascii.Error, ValueError: it is not base64, or has something behind its end.
@@ -158,10 +159,10 @@ async def built(
     read: Callable[[T, str], SentItem],
     limit: int = http.MAX_INPUTS,
 ) -> list[SentItem]:
-    """The items of a request, each by `read` of what is given and its place; counted before the first is built.
+    """Return the items of a request, each made by `read` from its value and place; counted before the first is built.
 
     Raises:
-        TooManyInputs: there are more than `limit`. What `read` raises.
+        TooManyInputs: there are more than `limit`. Also what `read` raises.
     """
     inference.check_count(len(given), limit)
     found: list[SentItem] = []
@@ -173,23 +174,23 @@ async def built(
 
 
 def _check_parts(parts: Sequence[Any], place: str, status: int) -> None:
-    """Raise BadRequest for a content of too many parts, before one of them is looked at."""
+    """Raise BadRequest for a content with too many parts, before any of them is read."""
     if len(parts) > _MAX_PARTS:
         message = f"{place}: has {len(parts):,} parts, and {_MAX_PARTS} are allowed in a content"
         raise http.BadRequest(status, message, place.partition(".")[0])
 
 
 def _shown(given: Any) -> str:
-    """The beginning of a text or a number, and of what contains others its type: to write those out takes long."""
+    """Show the beginning of a text or a number, and only the type of containers, which take long to print."""
     return str(given)[:_SHOWN] if given is None or isinstance(given, str | int | float) else type(given).__name__
 
 
 async def read_all(inference: _Inference, items: Sequence[SentItem], first: int = 0) -> list[Input]:
-    """The items with their images as the engine takes them, each read on a thread. The first has the place `first`;
-    one below 0 is a query.
+    """Read the items with their images for the engine, each on a thread. The first has the place `first`; a negative
+    place is a query.
 
     Raises:
-        BadRequest: the model takes no image, or one image or text at a time; with the field.
+        BadRequest: the model takes no image, or only one image or text at a time; with the field.
         InvalidInput: an image cannot be read, is too large, or is a link; with its place and field.
     """
     dispatcher = inference.dispatcher
@@ -217,11 +218,11 @@ async def read_all(inference: _Inference, items: Sequence[SentItem], first: int 
     return found
 
 
-_Files = Mapping[str, "asyncio.Task[bytes]"]  # that are fetched, by their links
+_Files = Mapping[str, "asyncio.Task[bytes]"]  # being fetched, by link
 
 
 def _fetching(dispatcher: Dispatcher, links: Sequence[str]) -> AbstractAsyncContextManager[_Files]:
-    """The files that items link to, on their way; none where links are refused."""
+    """Start fetching the files that items link to; nothing if links are refused."""
     if dispatcher.fetcher is None or not links:
         return nullcontext({})
     return dispatcher.fetcher.fetching(links, current_tenant())
@@ -232,7 +233,7 @@ def _sent_in(item: SentImage | SentContent) -> Sequence[SentImage]:
 
 
 def _link(sent: SentImage) -> str | None:
-    """The link of what is sent by one that may be fetched; of a link that is too long, what tells so."""
+    """Return the http(s) link that was sent, or None; a link that is too long is cut, and stays too long."""
     data = sent.data
     is_link = isinstance(data, str) and data[:_SHOWN].lstrip().lower().startswith(_FETCHED)
     return str(data[:_CUT_LINK]) if is_link else None
@@ -261,7 +262,7 @@ async def _read_sent(dispatcher: Dispatcher, sent: SentImage, files: _Files) -> 
 
 
 def _need_modality(dispatcher: Dispatcher, item: SentImage | SentContent) -> None:
-    """Raise BadRequest where the model does not read what is in an item."""
+    """Raise BadRequest if the model does not read an item's kind of content."""
     for sent in _sent_in(item):
         _need_images(dispatcher, sent)
     if isinstance(item, SentImage):
@@ -299,12 +300,12 @@ def _read(dispatcher: Dispatcher, sent: SentImage) -> Picture | Sound:
 
 
 def typed_item(given: Any, place: str) -> SentItem:
-    """An item of TEI's route with a type: `{"type": "text", "value": …}`, `{"type": "image", "data" or "url": …}`, a
-    PDF document's page `{"type": "pdf", "data" or "url": …, "page": 1}`, or `{"content": […]}` of several of these; a
-    text as such is a text.
+    """Read an item of TEI's route with a type: `{"type": "text", "value": …}`, `{"type": "image", "data" or "url": …}`,
+    a PDF page `{"type": "pdf", "data" or "url": …, "page": 1}`, or `{"content": […]}` of several of these; a plain
+    string is a text.
 
     Raises:
-        BadRequest: it is something else; with its place.
+        BadRequest: it is anything else; the error names its place.
     """
     if isinstance(given, str):
         return given
@@ -338,10 +339,10 @@ def _page(given: dict[str, Any], place: str) -> int:
 
 
 def _together(parts: Sequence[SentItem], place: str, status: int, instruction: str | None = None) -> SentItem:
-    """One item of texts and images: as such where it is one image, or texts alone.
+    """Join texts and images to one item; a single image, or texts alone, become a plain item.
 
     Raises:
-        BadRequest: it is empty, or a content is within a content; with its place.
+        BadRequest: it is empty, or a content contains a content; the error names its place.
     """
     texts = [one for one in parts if isinstance(one, str)]
     sent = tuple(one for one in parts if isinstance(one, SentImage))
@@ -355,7 +356,7 @@ def _together(parts: Sequence[SentItem], place: str, status: int, instruction: s
 
 
 def _string(given: dict[str, Any], names: Sequence[str], place: str) -> str:
-    """The value of the one of `names` that is given."""
+    """Return the value of whichever of `names` is given."""
     values = [given[name] for name in names if given.get(name) is not None]
     if len(values) != 1 or not isinstance(values[0], str):
         wanted = " or ".join(f"`{name}`" for name in names)
@@ -364,10 +365,10 @@ def _string(given: dict[str, Any], names: Sequence[str], place: str) -> str:
 
 
 def item_of_object(given: dict[str, Any], place: str) -> SentItem:
-    """Jina's `{"text": …}` or `{"image": …}`; both together for a model that reads them in one input.
+    """Read Jina's `{"text": …}` or `{"image": …}`, or both together for a model that reads them in one input.
 
     Raises:
-        BadRequest: it is something else; with its place.
+        BadRequest: it is anything else; the error names its place.
     """
     named = [name for name in ("text", "image") if isinstance(given.get(name), str)]
     if len(named) == len(given) == 1:
@@ -391,15 +392,15 @@ def has_image(given: Any) -> bool:
 
 
 def item_of_content(given: dict[str, Any], place: str) -> SentItem:
-    """The item of an object with `content`, as `item_of_parts`."""
+    """Read the item of an object with `content`, as `item_of_parts`."""
     return item_of_parts(given.get("content"), f"{place}.content")
 
 
 def item_of_parts(parts: Any, place: str, instruction: str | None = None) -> SentItem:
-    """The one item of a content: a text, or parts of texts and images (`image_url`, `image`, `input_image`).
+    """Read one item from a content: a text, or parts of texts and images (`image_url`, `image`, `input_image`).
 
     Raises:
-        BadRequest: it has parts of another kind; with its place.
+        BadRequest: it has parts of another kind; the error names their place.
     """
     field = place.partition(".")[0]
     if isinstance(parts, str):
@@ -431,14 +432,14 @@ def _refusal_of_part(part: dict[str, Any]) -> str:
 
 
 def _image_of_part(part: dict[str, Any]) -> str | None:
-    """OpenAI's and vLLM's `image_url` (an object or a string), Voyage's `image_base64`."""
+    """Return the image of OpenAI's and vLLM's `image_url` (an object or a string), or Voyage's `image_base64`."""
     given = part.get("image_url", part.get("image_base64"))
     url = given.get("url") if isinstance(given, dict) else given
     return url if isinstance(url, str) else None
 
 
 def _sound_of_part(part: dict[str, Any], where: str) -> SentImage | None:
-    """OpenAI's `input_audio` with `data`, vLLM's `audio_url` with a data URI."""
+    """Return the sound of OpenAI's `input_audio` with `data`, or vLLM's `audio_url` with a data URI."""
     for name, key in (("input_audio", "data"), ("audio_url", "url")):
         given = part.get(name)
         found = given.get(key) if isinstance(given, dict) else given
@@ -448,16 +449,16 @@ def _sound_of_part(part: dict[str, Any], where: str) -> SentImage | None:
 
 
 def is_conversations(messages: Any) -> bool:
-    """True if vLLM's `messages` are several conversations, each an item, and not one."""
+    """True if vLLM's `messages` are several conversations, each of which is an item."""
     return isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
 
 
 def item_of_conversation(conversation: Any, where: str, end: ChatEnd = ChatEnd()) -> SentItem:  # noqa: B008
-    """vLLM's: of a conversation the user's content counts; a system message before it is an instruction, and an
-    assistant's behind it is empty.
+    """Read one of vLLM's conversations: the user's content is the item; a system message before it is the instruction;
+    an assistant's message after it must be empty.
 
     Raises:
-        BadRequest: it is something else, has several messages of a user, or another end.
+        BadRequest: it is anything else, has several messages of a user, or ends otherwise.
     """
     if not isinstance(conversation, list) or not all(isinstance(one, dict) for one in conversation[:_MAX_MESSAGES]):
         raise http.BadRequest(400, f"{where}: must be a list of messages", "messages")
@@ -488,11 +489,11 @@ def _of_conversation(messages: list[tuple[int, dict[str, Any]]], where: str, end
 
 
 def counted(job_inputs: Sequence[Input]) -> tuple[int, int]:
-    """The images of a job, and the tokens that they take."""
+    """Return the number of images in a job, and of the tokens that they take."""
     tokens = [one.tokens for item in job_inputs for one in pictures_of(item) if isinstance(one, Picture)]
     return len(tokens), sum(tokens)
 
 
 def heard_ms(job_inputs: Sequence[Input]) -> int:
-    """The milliseconds of the sounds of a job."""
+    """Return the milliseconds of sound in a job."""
     return round(1e3 * sum([one.seconds for one in job_inputs if isinstance(one, Sound)]))

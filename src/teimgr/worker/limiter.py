@@ -1,4 +1,4 @@
-"""Limits of the calls that run and wait in a worker, and of their bytes; the lane of a key's calls."""
+"""Limits on running and waiting calls of a worker and on their bytes; choice of the lane of a key's calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from teimgr.errors import Overloaded
 from teimgr.wire.gil import short_turns
 from teimgr.worker.calls import WorkerCall
 
-# Interactive calls that a key may have under way while other keys call, for each unit of its weight: a query of another
-# key waits for at most one batch of them.
+# Interactive calls that a key may have in flight per unit of its weight while other keys call: a query of another key
+# then waits for at most one batch of them.
 _BESIDE_OTHERS = 2
-# Others give way to a key that has called within this time.
+# Calls give way to another key that has called within this time.
 _CALLED_LATELY_S = 10.0
 
 
@@ -22,7 +22,7 @@ class CallLimiter:
     """A FIFO limiter: bounds on the number and bytes of the calls admitted, and of those waiting in its queue.
 
     A call of any size fits if no other one is admitted (or waits). Calls are admitted in order of arrival: small ones
-    do not pass large ones. `on_error` gets a call whose `proceed` raised, and the error. For the loop's thread.
+    do not overtake large ones. `on_error` gets a call whose `proceed` raised, and the error. For the loop's thread.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CallLimiter:
         """Admit `call` and run `proceed`, now or, if it `may_wait`, when enough calls have left.
 
         Raises:
-            Overloaded: it does not fit now, and may not wait or the queue is full.
+            Overloaded: it does not fit now, and it may not wait or the queue is full.
         """
         if not self._queue and self._fits(size_bytes):
             self._admit(call, size_bytes, proceed)
@@ -66,18 +66,18 @@ class CallLimiter:
             raise Overloaded
 
     def add(self, call: WorkerCall, size_bytes: int) -> None:
-        """Count `size_bytes` more for an admitted call, even beyond the limit; they are in memory already."""
+        """Add `size_bytes`, which are in memory already, to an admitted call, even beyond the limit."""
         self._admitted[call] += size_bytes
         self._admitted_bytes += size_bytes
 
     def pass_on(self, call: WorkerCall, to: WorkerCall) -> None:
-        """Put `to`, with its size, in the place of `call`; no-op if `call` is not admitted."""
+        """Replace `call` by `to`, with the size of `to`; no-op if `call` is not admitted."""
         if (size_bytes := self._admitted.pop(call, None)) is not None:
             self._admitted[to] = to.size_bytes
             self._admitted_bytes += to.size_bytes - size_bytes
 
     def leave(self, call: WorkerCall) -> bool:
-        """Release what an answered or cancelled call holds, admit the next ones; False when it holds nothing."""
+        """Release what an answered or cancelled call holds and admit the next ones; False if it holds nothing."""
         if (size_bytes := self._admitted.pop(call, None)) is not None:
             self._admitted_bytes -= size_bytes
         elif (entry := self._queue.pop(call, None)) is not None:
@@ -107,7 +107,8 @@ class CallLimiter:
             self._on_error(call, error)
 
     def _admit_from_queue(self) -> None:
-        """Not reentrant: a call whose `proceed` raises is released within `_admit`, and `leave` checks the flag."""
+        """Admit queued calls. Not reentrant: a call whose `proceed` raises is released in `_admit`; `leave` checks
+        the flag."""
         self._is_admitting = True
         try:
             while self._queue:
@@ -122,24 +123,24 @@ class CallLimiter:
 
 
 class InteractiveCalls:
-    """Interactive calls under way by key. A key with many leaves the interactive lane to keys with few.
+    """Interactive calls in flight by key. A key with many leaves the interactive lane to keys with few.
 
-    A key that sends many at a time has a queue anyway, and all others would wait in it: a batch of its queries takes as
-    long as one of bulk work. In the bulk lane it keeps its throughput. For the loop's thread.
+    A key that sends many at a time waits in a queue anyway, and other keys would wait in it too: a batch of its queries
+    takes as long as one of bulk work. In the bulk lane it keeps its throughput. For the loop's thread.
     """
 
     def __init__(self) -> None:
         self._tenant_of: dict[WorkerCall, int] = {}
         self._under_way: dict[int, int] = {}  # by tenant
         self._aside: dict[int, int] = {}  # by tenant: those of `_under_way` that were moved to the bulk lane
-        self._called: dict[int, tuple[float, int]] = {}  # by tenant: when, and its priority; the latest last
+        self._called: dict[int, tuple[float, int]] = {}  # by tenant: time of its latest call, and priority; latest last
         self._turns = ExitStack()
         self._are_turns_short = False
 
     def enter(self, call: WorkerCall, share: Share) -> None:
         """Count an interactive call until it leaves.
 
-        It is moved to the bulk lane if its key has `_BESIDE_OTHERS` under way for each unit of its weight, and another
+        It is moved to the bulk lane if its key has `_BESIDE_OTHERS` calls in flight per unit of its weight, and another
         key of at least its priority has called within `_CALLED_LATELY_S`.
         """
         tenant = call.tenant
@@ -165,10 +166,10 @@ class InteractiveCalls:
         self._set_turns()
 
     def _set_turns(self) -> None:
-        """Keep the turns of threads short while a query of a key is under way beside many of another.
+        """Shorten the switch interval of threads while a key has a query in flight next to many of another key.
 
         The threads of a batch with many calls run Python for milliseconds each, and a query needs the GIL half a dozen
-        times. Only then, since short turns cost a busy worker some percent.
+        times. Short intervals cost a busy worker some percent, so they apply only then.
         """
         are_short = bool(self._aside) and len(self._under_way) > len(self._aside)
         if are_short is self._are_turns_short:

@@ -31,7 +31,7 @@ from teimgr.worker.methods import handle
 
 log = logging.getLogger(__name__)
 
-# Upper bound of what a frame has beside its message.
+# Upper bound of the bytes of a frame besides its message.
 _FRAME_SLACK_BYTES = 64 * 1024
 # Time limit of a control command without a deadline.
 _CONTROL_LIMIT_S = 5.0
@@ -42,9 +42,9 @@ Control = Callable[[bytes, float], Awaitable[bytes]]
 class LinkServer:
     """The link connections of one worker, the watchers among them, and its control commands.
 
-    `controls` maps a control method to its handler: JSON bytes and a limit in seconds in, JSON bytes out.
-    `ports` are the sockets that other workers of the instance may get copies of: listening ones by port number, and the
-    ends of the connection queue as -1 and -2.
+    `controls` maps a control method to its handler: JSON bytes and a limit in seconds in, JSON bytes out. `ports` are
+    the sockets of which other workers of the instance may get copies: listening sockets by port number, and the ends of
+    the connection queue as -1 and -2.
     """
 
     def __init__(self, dispatcher: Dispatcher, controls: dict[Method, Control]) -> None:
@@ -62,7 +62,7 @@ class LinkServer:
         self._announcement = b"{}"
 
     def share(self, ports: Mapping[int, socket.socket]) -> None:
-        """Give other workers of the instance copies of these sockets too, if they ask."""
+        """Add sockets of which other workers of the instance get copies when they ask."""
         self.ports |= ports
 
     def protocol(self) -> LinkConnection:
@@ -74,11 +74,11 @@ class LinkServer:
 
     @property
     def has_callers(self) -> bool:
-        """True if a connection has sent calls, not only control commands or watches."""
+        """True if a connection has sent calls, not just control commands or watches."""
         return any(link.is_callers for link in self.open)
 
     def announce(self, facts: dict[str, Any]) -> None:
-        """Send the worker's state to every watcher, and to later ones as they arrive."""
+        """Send the worker's state to every watcher, and to later watchers when they connect."""
         self._announcement = json.dumps(facts).encode()
         for link, id in self._watchers.items():
             link.send(FrameType.REPLY, Method.WATCH, id, self._announcement)
@@ -98,7 +98,7 @@ class LinkServer:
             self.unwatched.set()
 
     async def close(self, limit_s: float) -> None:
-        """Close every connection once its queued frames are sent, at most after `limit_s`."""
+        """Close every connection once its queued frames are sent, or after `limit_s`."""
         self._none_open.clear()
         for link in tuple(self.open):
             link.close()
@@ -174,9 +174,10 @@ class LinkConnection(FrameProtocol):
             self._server.dispatcher.cancel(call)
 
     def _share_ports(self, header: Header) -> None:
-        """Send the listening sockets over the connection's own socket, since an asyncio transport sends no descriptors.
+        """Send the listening sockets over the connection's own socket, since an asyncio transport cannot send
+        descriptors.
 
-        The request is the first on its connection, so no queued frame is overtaken.
+        The request is the first on its connection, so it overtakes no queued frame.
         """
         assert self._transport is not None
         numbers = json.dumps([*self._server.ports]).encode()
@@ -209,7 +210,7 @@ class LinkConnection(FrameProtocol):
 class LinkCall(MethodCall):
     """A REQUEST frame, answered by one REPLY or ERROR frame.
 
-    `unanswered` has the open calls of the link by frame id: the call adds itself, and removes itself when answered.
+    `unanswered` has the link's open calls by frame id; a call adds itself and removes itself when answered.
     """
 
     __slots__ = ("header", "link", "unanswered")

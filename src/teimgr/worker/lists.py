@@ -1,5 +1,5 @@
-"""Calls of a listwise reranker: their pairs become prompts, one for each list or part of it, and the vectors at the
-marks of these the scores of the pairs.
+"""Calls of a listwise reranker: pairs become prompts, one per list or part of it, and the vectors at a prompt's marks
+become the scores of the pairs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from teimgr.worker.calls import Encode, Part, Submission, WorkerCall
 _TOGETHER = 64
 _TOGETHER_CHARACTERS = 50_000
 VECTORS = InferOptions(frozenset({Output.MULTI_VECTOR}), truncate=False, listed=True)
-"""The options of prompts in the engine."""
+"""Engine options of the prompts."""
 _NUMBER_BYTES = 4
 
 
 @dataclass(slots=True)
 class DocumentList:
-    """A query and its documents, and the row of each in the call."""
+    """A query and its documents, and the row of each document in the call."""
 
     query: str
     options: InferOptions
@@ -35,7 +35,7 @@ class DocumentList:
 
 
 class Prompt(NamedTuple):
-    """The tokens of a prompt, int32, the rows of its documents, and whether it is the last one of its list."""
+    """A prompt's tokens (int32), the rows of its documents, and whether it is the last one of its list."""
 
     ids: NDArray[np.int32]
     rows: Sequence[int]
@@ -46,7 +46,7 @@ OnThread = Callable[..., Awaitable[Any]]
 
 
 def lists_of(parts: Sequence[Part]) -> list[DocumentList]:
-    """The lists of a call: its pairs with the same query, in their order.
+    """Group the pairs of a call by query, in their order.
 
     Raises:
         InvalidInput: an input is not a pair, or the texts of one query have several options.
@@ -74,10 +74,10 @@ def lists_of(parts: Sequence[Part]) -> list[DocumentList]:
 async def prompts_of(
     lists: Sequence[DocumentList], prompt: ListPrompt, on_thread: OnThread, check: Callable[[], None]
 ) -> list[Prompt]:
-    """The prompts of all lists, made by `on_thread` in steps of some 10 ms, before each of which `check` may raise.
+    """Make the prompts of all lists with `on_thread`, in steps of some 10 ms; `check` may raise before each step.
 
     Raises:
-        InputTooLong: a text must not be truncated, or the documents of a prompt are too many for it.
+        InputTooLong: a text must not be truncated, or a prompt has too many documents.
         TokenizerFailed: the library refused a text.
     """
     found: list[Prompt] = []
@@ -108,7 +108,7 @@ def _shortened(prompt: ListPrompt, texts: Sequence[str], options: InferOptions, 
 
 
 def _chunks(documents: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Ranges of documents to tokenize together."""
+    """Yield ranges of documents to tokenize together."""
     begin = characters = 0
     for place, document in enumerate(documents):
         characters += len(document)
@@ -120,7 +120,7 @@ def _chunks(documents: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 class ListSubmission(Submission):
-    """The prompts of one call as one job, whose vectors, of `width`, make the scores of the call's `pairs`."""
+    """The prompts of one call as one job; its vectors, of `width`, give the scores of the call's `pairs`."""
 
     __slots__ = ("_pairs", "_prompts")
 
@@ -132,7 +132,7 @@ class ListSubmission(Submission):
         self.result_bytes = sum(len(each.rows) + 1 for each in prompts) * width * _NUMBER_BYTES
 
     def complete(self) -> Job | None:
-        """A job with the pairs of the call and their scores."""
+        """Return a job with the pairs of the call and their scores."""
         if (found := super().complete()) is None:
             return None
         whole, begin = self._pairs, 0
@@ -145,7 +145,7 @@ class ListSubmission(Submission):
         return whole
 
     def _score(self, whole: Job, found: Job, prompts: range) -> None:
-        """Write the scores of a list, or the error of one of its prompts for all its rows."""
+        """Write the scores of a list, or, if one of its prompts failed, that error for all its rows."""
         rows = [row for place in prompts for row in self._prompts[place].rows]
         error = next((found.errors[place] for place in prompts if place in found.errors), None)
         vectors = [found.multi_vectors[place] for place in prompts]

@@ -1,8 +1,8 @@
 """Images and sounds that requests link to, fetched from the hosts of `media_url_hosts` within bounds.
 
-For each hop all addresses of the name are looked up once and checked, and the connection goes to one of these. The
-answer is the same for an unknown name, a closed port and an address that is not allowed, so that links do not explore
-a network; the log has the reason.
+At each hop all addresses of the name are looked up once and checked, and the connection goes to one of them. The
+answer is the same for an unknown name, a closed port and a forbidden address, so that links cannot explore a network;
+the log has the reason.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 20 * 2**20
 LINK_S = 5.0
-_REQUEST_S = 30.0  # of all links of a request
-_AT_ONCE = 4  # of a request
+_REQUEST_S = 30.0  # for all links of a request
+_AT_ONCE = 4  # at a time, per request
 _MAX_REDIRECTS = 3
 _MAX_LINKS = 256  # of a request
 _MAX_CHARACTERS = 4096  # of a link
@@ -40,11 +40,11 @@ Lookup = Callable[[str, int], Sequence[str]]
 
 
 class _NotFetchedError(Exception):
-    """Why a link brings no file, for the log."""
+    """The reason why a link gave no file, for the log."""
 
 
 class _Checked(AbstractResolver):
-    """Gives the addresses that were checked, and looks nothing up."""
+    """Resolves to the addresses that were checked, without a lookup."""
 
     def __init__(self, addresses: Iterable[Address], port: int) -> None:
         self._found = [
@@ -65,15 +65,15 @@ class _Checked(AbstractResolver):
         return self._found
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """No-op: nothing is open."""
 
 
 class LinkFetcher:
     """Fetches files for the requests of one worker. For the loop's thread.
 
-    `hosts` may be linked to, with the port of their scheme or the one given; `networks` are allowed beside public
-    addresses. The files of a request have at most `most_bytes`, those on their way twice that for each API key and four
-    times that in all; a request waits for its room.
+    `hosts` may be linked to, with the port of their scheme or the given one; `networks` are allowed in addition to
+    public addresses. The files of one request have at most `most_bytes`; files being fetched have at most twice that
+    per API key and four times that in all. A request waits for room.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class LinkFetcher:
 
     @asynccontextmanager
     async def fetching(self, links: Iterable[str], key: int) -> AsyncIterator[Mapping[str, asyncio.Task[bytes]]]:
-        """The files of links for a caller with the API key of this number, on their way.
+        """Fetch the files of links for the caller with this number of API key; the tasks run inside the context.
 
         Raises:
-            InvalidInput: there are more than 256. Overloaded: no room came. A task raises InvalidInput: the host is not
-                listed, or no file came.
+            InvalidInput: there are more than 256. Overloaded: no room became free. A task raises InvalidInput: the host
+            is not listed, or the fetch failed.
         """
         wanted = dict.fromkeys(links)
         if len(wanted) > _MAX_LINKS:
@@ -130,7 +130,7 @@ class LinkFetcher:
             ) from error
 
     def _parsed(self, link: str) -> URL:
-        """A link to a listed host; raises InvalidInput: it is another one."""
+        """Parse a link; raises InvalidInput if its host is not listed."""
         with suppress(ValueError):
             if len(link) <= _MAX_CHARACTERS and self._is_listed(url := URL(link.strip())):
                 return url
@@ -164,7 +164,7 @@ class LinkFetcher:
         raise _NotFetchedError(f"more than {_MAX_REDIRECTS} redirects")
 
     async def _addresses(self, url: URL) -> list[Address]:
-        """All addresses of a host; raises _NotFetchedError where one of them is not allowed."""
+        """Return all addresses of a host; raises _NotFetchedError if one of them is not allowed."""
         assert url.raw_host is not None
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._names, self._lookup, url.raw_host, url.port or 0)
@@ -176,7 +176,7 @@ class LinkFetcher:
 
 
 class _Request:
-    """What all links of a request share: the bytes that they may bring, the time, the connections."""
+    """Shared by all links of a request: the bytes that they may bring, the time, the connections."""
 
     def __init__(self, left: int) -> None:
         self._left = left
@@ -214,7 +214,7 @@ def _look_up(host: str, port: int) -> list[str]:
 
 
 def _is_public(address: Address) -> bool:
-    """True if it is on the internet, and does not stand for an address of another kind, as in 6to4."""
+    """True for a public internet address that does not embed another kind of address, as 6to4 does."""
     if isinstance(address, ipaddress.IPv6Address) and (
         address not in _UNICAST_6 or address.sixtofour is not None or address.teredo is not None
     ):

@@ -54,26 +54,26 @@ from teimgr.worker.scores import need_reranker_grpc, output_per_token, predictio
 if TYPE_CHECKING:  # importing the tokenizer imports torch
     from teimgr.engine.text.tokenizer import TokenSpan
 
-# TEI's types of the kinds that score; it calls every other model an embedding model.
+# TEI's types of the model kinds that give scores; it calls any other model an embedding model.
 _MODEL_TYPES: Mapping[str, tei_pb2.ModelType] = {
     Kind.CLASSIFIER: tei_pb2.MODEL_TYPE_CLASSIFIER,
     Kind.RERANKER: tei_pb2.MODEL_TYPE_RERANKER,
 }
-# Fields of a rerank request, of which each text is one.
+# Limit on the fields of a rerank request; each text is one field.
 _MAX_RERANK_FIELDS = 2**16
-# Of a request to decode: an id has a byte at least, and protobuf holds the GIL for all of them.
+# Limit on the bytes of a decode request: an id takes at least one byte, and protobuf holds the GIL for all of them.
 _MAX_DECODE_BYTES = 2**18
-# Of a message that is parsed on a codec thread: the fields of one take Python a microsecond each, and 8 MiB of text
-# 10 ms.
+# Messages above these bounds are parsed on a codec thread: Python takes a microsecond per field, and 10 ms for 8 MiB
+# of text.
 _LARGE_MESSAGE_BYTES = 256 * 1024
-# Of a reply to `Tokenize`, serialised in one call, which holds the GIL: some milliseconds.
+# Limit on the tokens of a `Tokenize` reply, which is serialised in one call that holds the GIL: some milliseconds.
 _TOKENS_AT_ONCE = 10_000
 ScoringRequest = tei_pb2.PredictRequest | tei_pb2.PredictPairRequest | tei_pb2.RerankRequest
 
 
 def handle(dispatcher: Dispatcher, call: MethodCall) -> None:
-    """Answer `call` by its method, now or later, exactly once."""
-    # Inherited by the tasks that a method starts.
+    """Answer `call` by its method, exactly once, now or later."""
+    # The tasks that a method starts inherit this context.
     context, turns = CURRENT.set(call.context), TURNS_OF.set(call.turns_of)
     try:
         method = METHODS.get(call.method)
@@ -102,7 +102,7 @@ def _admit_then_parse(
 ) -> None:
     """Answer a call whose message takes so long to parse that a codec thread does it.
 
-    It is admitted before, as a message that waits for a thread takes memory too.
+    It is admitted first, since a message that waits for a thread takes memory too.
     """
 
     async def parse_then_answer() -> None:
@@ -112,15 +112,15 @@ def _admit_then_parse(
     if call.method == Method.TOKENIZE:
         call.allow_to_wait()
     else:
-        call.price(1, dispatcher.max_length)  # as if of one text: how many there are is not known yet
+        call.price(1, dispatcher.max_length)  # priced as one text: the number is not known yet
     dispatcher.admit_async(call, parse_then_answer, computes=False)
 
 
 def _serve(
     dispatcher: Dispatcher, call: MethodCall, read: Callable[[], Input], options: InferOptions, encode: Encode
 ) -> None:
-    """Serve a call with the one input that `read` takes from its message: on a codec thread where it may be long, as
-    protobuf decodes a text at each look at it, 8 MiB in 10 ms."""
+    """Serve a call with the one input that `read` takes from its message. If it may be long, `read` runs on a codec
+    thread: protobuf decodes a text at each access, 8 MiB in 10 ms."""
     if len(call.payload) <= _LARGE_MESSAGE_BYTES:
         dispatcher.serve(call, [read()], options, encode)
         return
@@ -253,14 +253,14 @@ def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
 
 
 def rerank_stream(dispatcher: Dispatcher, call: MethodCall) -> None:
-    """`RerankStream`, collected into one payload of up to 100,000 messages, which is parsed on a codec thread.
+    """Serve `RerankStream`, collected into one payload of up to 100,000 messages, which a codec thread parses.
 
-    Each message has its own query and truncation; `raw_scores` and `return_text` are those of the first one.
+    Each message has its own query and truncation; the first message sets `raw_scores` and `return_text`.
     """
     need_reranker_grpc(dispatcher.engine.info)
 
     def read() -> tuple[list[Part], Encode]:
-        # One by one: protobuf would hold the GIL for all of them.
+        # One by one, since protobuf would hold the GIL for all of them.
         requests = [
             parsed(tei_pb2.RerankStreamRequest, call.payload[start:end])
             for _, _, start, end in scan(call.payload, MAX_PAIRS)
@@ -321,7 +321,7 @@ def info(dispatcher: Dispatcher, call: MethodCall) -> None:
 
 
 def tokenize(dispatcher: Dispatcher, call: MethodCall) -> None:
-    """`Tokenize`; absent flags are false here, unlike over HTTP. Special tokens have no offsets."""
+    """Serve `Tokenize`; absent flags are false, unlike over HTTP. Special tokens have no offsets."""
     message = call.message(tei_pb2.EncodeRequest)
     prompt_name = optional(message, "prompt_name")
 
@@ -360,7 +360,7 @@ def decode(dispatcher: Dispatcher, call: MethodCall) -> None:
 
 
 def _answer_off_loop(dispatcher: Dispatcher, call: MethodCall, steps: Steps[bytes]) -> None:
-    """Answer with the result of `steps`, which tokenize; never refused as OVERLOADED, since TEI counts no permit."""
+    """Answer with the result of tokenizing `steps`; never refused as OVERLOADED, since TEI counts no permit for it."""
     call.allow_to_wait()
 
     async def answer() -> None:
@@ -393,7 +393,7 @@ async def _answer_http(inference: HttpInference, call: MethodCall, request: Http
         except BadRequest as error:
             reply = error.reply(request.dialect)
         call.reply(_framed(reply._replace(headers={**reply.headers, **inference.dispatcher.space_headers})))
-    except Refused as error:  # its type has more than a frame can carry
+    except Refused as error:  # its type does not fit into an error frame
         call.reply(_framed(failure(request.dialect, error)))
     except TeimgrError as error:
         call.fail(error)
@@ -423,7 +423,7 @@ METHODS: Mapping[int, Callable[[Dispatcher, MethodCall], None]] = {
 }
 
 
-# By method, what `MethodCall.parse` is given for a large message. Those with tables read these as they are.
+# The arguments of `MethodCall.parse` by method, for large messages. Methods with tables read them as they are.
 _MESSAGES: Mapping[int, tuple[type[Message], int]] = {
     Method.EMBED: (tei_pb2.EmbedRequest, MAX_FIELDS),
     Method.EMBED_SPARSE: (tei_pb2.EmbedSparseRequest, MAX_FIELDS),
@@ -439,33 +439,33 @@ _MESSAGES: Mapping[int, tuple[type[Message], int]] = {
 
 _LENGTH_DELIMITED_1 = b"\x0a"  # field 1, wire type 2
 _LENGTH_DELIMITED_2 = b"\x12"  # field 2, wire type 2
-# An entry of a sparse vector: tag and length, tag of the index, its varint, tag of the value, its four bytes.
+# An entry of a sparse vector: tag and length, tag of the index, its varint, tag of the value, four bytes.
 _SPARSE_WIDTH = 2 + 1 + 5 + 1 + 4
 _VARINT_1 = 0x08  # field 1, wire type 0
 _FIXED32_2 = 0x15  # field 2, wire type 5
 
 
 def metadata(timings: Timings) -> bytes:
-    """`tei.v1.Metadata`: fields 1 to 6 in order, zeros omitted as in proto3."""
+    """Serialise `tei.v1.Metadata`: fields 1 to 6 in order, zeros omitted as in proto3."""
     return b"".join(bytes((field << 3,)) + varint(value) for field, value in enumerate(timings, 1) if value)
 
 
 def with_metadata(timings: Timings, *body: bytes) -> bytes:
-    """A reply of field 1, serialised in the parts of `body`, and its metadata, which is field 2 of every reply."""
+    """Join a reply from field 1, serialised in the parts of `body`, and its metadata, which is always field 2."""
     meta = metadata(timings)
     return b"".join((*body, _LENGTH_DELIMITED_2, varint(len(meta)), meta))
 
 
 def embed_response(vector: NDArray[np.float32], timings: Timings) -> bytes:
-    """`tei.v1.EmbedResponse` of one vector (shape `[dim]`, float32, contiguous)."""
+    """Serialise `tei.v1.EmbedResponse` of one vector (shape `[dim]`, float32, contiguous)."""
     floats = vector.astype("<f4", copy=False).tobytes()
     return with_metadata(timings, *((_LENGTH_DELIMITED_1, varint(len(floats)), floats) if floats else ()))
 
 
 def embed_sparse_response(indices: NDArray[np.uint32], values: NDArray[np.float32], timings: Timings) -> bytes:
-    """`tei.v1.EmbedSparseResponse` of K entries: uint32 [K], float32 [K].
+    """Serialise `tei.v1.EmbedSparseResponse` of K entries: uint32 [K], float32 [K].
 
-    Every entry is laid out at full width, then a mask selects the bytes to send: those that the index needs, and no
+    Every entry is laid out at full width; then a mask selects the bytes to send: the bytes that the index needs, and no
     field that is zero.
     """
     floats = np.ascontiguousarray(values, "<f4")
@@ -483,7 +483,7 @@ def embed_sparse_response(indices: NDArray[np.uint32], values: NDArray[np.float3
 
 
 def _varints(numbers: NDArray[np.uint32]) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """The varint of each number, uint8 [K, 5], and a mask of the bytes it needs: none for zero."""
+    """Return the varint of each number, uint8 [K, 5], and a mask of the bytes that it needs: none for zero."""
     groups = numbers.astype(np.uint64)[:, None] >> np.arange(0, 35, 7, dtype=np.uint64)
     needed = groups != 0
     follows = np.zeros_like(needed)
@@ -492,7 +492,7 @@ def _varints(numbers: NDArray[np.uint32]) -> tuple[NDArray[np.uint8], NDArray[np
 
 
 def embed_all_response(vectors: NDArray[np.float32], timings: Timings) -> memoryview:
-    """`tei.v1.EmbedAllResponse` of vectors per token, float32 [tokens, width]."""
+    """Serialise `tei.v1.EmbedAllResponse` of vectors per token, float32 [tokens, width]."""
     tokens, width = vectors.shape
     floats = np.ascontiguousarray(vectors, "<f4").view(np.uint8).reshape(tokens, 4 * width)
     inner = _LENGTH_DELIMITED_1 + varint(4 * width) if width else b""

@@ -1,4 +1,4 @@
-"""Pages of PDF documents in requests: rendered off the loop, some at a time."""
+"""Renders pages of PDF documents in requests, off the loop, some at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from teimgr.engine.job import Share
 from teimgr.errors import Overloaded
 from teimgr.wire import pdf_pages
 
-_AT_ONCE = 2  # of a worker: each has a process that reads what a stranger sent
+_AT_ONCE = 2  # per worker: each has a process that reads untrusted data
 _WAIT_S = 30.0
 
 
@@ -32,10 +32,10 @@ class PageRenderer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def page(self, data: bytes, number: int | None, tenant: int = 0) -> bytes:
-        """The PNG file of a page, as by `pdf_pages.page`. Tenants whose pages wait are served one after the other.
+        """Return the PNG file of a page, as `pdf_pages.page`. Tenants with waiting pages take turns.
 
         Raises:
-            InvalidInput: as there. Overloaded: no turn came, since other pages take long.
+            InvalidInput: as there. Overloaded: other pages take so long that its turn did not come.
         """
         try:
             async with asyncio.timeout(_WAIT_S):
@@ -47,7 +47,7 @@ class PageRenderer:
             ) from None
         done = self._threads.submit(pdf_pages.page, data, number)
         loop = asyncio.get_running_loop()
-        # Also behind a caller that has gone: its page is rendered to the end.
+        # Also runs if the caller has gone: its page is rendered to the end.
         done.add_done_callback(lambda _: loop.call_soon_threadsafe(self._give_turn))
         return await asyncio.wrap_future(done)
 

@@ -80,17 +80,17 @@ _CORE_LOAD_FILE = "cores"  # in the run directory, which the workers of a daemon
 _REFERENCES_FOLDER = "references"  # likewise
 _SPACES_FOLDER = "spaces"  # likewise
 _MAX_REASON_CHARS = 4096  # a status is one frame of the daemon's control link, which is bounded
-# Failures to load that the same files and flags will cause again, and those subclasses that may pass on their own.
+# Load failures that the same files and flags would repeat, and their subclasses that may pass on their own.
 _PERMANENT = (Refused, Broken, OutOfDeviceMemory)
 _TRANSIENT = (PortConflict, Internal, ModelDownloadFailed)
 
 
 def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports: str = "{}") -> int:
-    """Serve one model until stopped; the result is the exit status.
+    """Serve one model until stopped; return the exit status.
 
     `ports` is a JSON object: port number → descriptor of its listening socket, bound by another worker of the instance;
-    -1 and -2 stand for the ends of the connection queue, -3 for the socket on which it listens for other hosts.
-    The process must exit immediately afterwards: a thread may still be loading a model.
+    -1 and -2 stand for the ends of the connection queue, -3 for the socket on which it listens for other hosts. The
+    process must exit immediately afterwards: a thread may still be loading a model.
     """
     spec = WorkerSpec.from_json(spec_json)
     logs.setup(spec.log_level, spec.log_format, fields={"node": spec.host} if spec.host else None)
@@ -108,7 +108,7 @@ def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports
 class Worker:
     """State and life of the worker process, on the loop's thread unless stated otherwise.
 
-    `run` is the whole life; the stages follow in their order, then the control commands of the daemon.
+    `run` is its lifetime; the stages follow in their order, then the control commands of the daemon.
     """
 
     def __init__(self, spec: WorkerSpec, incarnation: str, run_dir: Path, shared: Mapping[int, socket.socket]) -> None:
@@ -123,7 +123,7 @@ class Worker:
         self._force_stop = asyncio.Event()
         self._left_ports = asyncio.Event()
         self._signalled = False
-        self._handover = False  # another worker of the instance serves from now on
+        self._handover = False  # another worker of the instance takes over
         self._grace_s = _DRAIN_ON_SIGNAL_S
         self._threads = CpuThreads(spec.threads, spec.threads)
         self._state = "loading"
@@ -134,7 +134,7 @@ class Worker:
         self._log_fields = {"instance": spec.name}
 
     async def run(self, listener: socket.socket) -> int:
-        """Listen, load and serve until stopped; the result is the exit status."""
+        """Listen, load and serve until stopped; return the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -196,7 +196,7 @@ class Worker:
             async with serving(app, port, grpc.protocol, http.direct) as listeners[number]:
                 queue.serve(partial(self._take, listeners))
                 MemoryReturn()
-                self._watchdog = LoopWatchdog(f"the worker of '{self.spec.name}'")  # from now on callers wait for it
+                self._watchdog = LoopWatchdog(f"the worker of '{self.spec.name}'")  # callers wait for it from now on
                 self._announce("ready")
                 log.info("worker ready", extra=self._log_fields | engine.info.to_dict())
                 hang_detection = asyncio.create_task(_detect_hangs(engine))
@@ -209,13 +209,13 @@ class Worker:
         return EXIT_DONE
 
     def _bind(self, number: int) -> socket.socket:
-        """The listening socket of a port: the one that all workers of the instance share, or the first of them."""
+        """Return the listening socket of a port: the one that the instance's workers share, or a new one."""
         sock = self._shared.get(number) or bind(self.spec.port_host or self.spec.instance_host, number)
         self._links.ports[sock.getsockname()[1]] = sock
         return sock
 
     async def _load(self) -> Engine | None:
-        """The engine, or None when the worker was stopped meanwhile. A download may take hours and is reported."""
+        """Load the engine; None if the worker was stopped meanwhile. A download, which may take hours, is reported."""
         spec, began, neighbours = self.spec, time.monotonic(), self._neighbours()
         fetching = in_background("fetching", lambda: fetched(spec, neighbours))
         while not fetching.done():
@@ -239,7 +239,7 @@ class Worker:
         return self._engine
 
     def _neighbours(self) -> FleetNeighbours | None:
-        """The other hosts of a fleet, which may have the model."""
+        """Return access to the other hosts of a fleet, which may have the model."""
         if not self.spec.agent_socket:
             return None
         identity = FleetIdentity(Path(self.spec.identity_dir or ""), self.spec.host)
@@ -277,7 +277,7 @@ class Worker:
             max_batch_tokens=spec.max_batch_tokens,
             cuts_texts=spec.auto_truncate if spec.auto_truncate_given else None,
             max_batch_requests=spec.max_batch_requests,
-            max_queued_tokens=self._dispatcher.max_bytes,  # the dispatcher is the bound: a token has a byte or more
+            max_queued_tokens=self._dispatcher.max_bytes,  # the dispatcher sets the bound: a token has at least a byte
             cache_bytes=spec.cache_bytes,
             default_prompt_name=spec.default_prompt_name,
             default_prompt=spec.default_prompt,
@@ -285,8 +285,8 @@ class Worker:
         return Engine.load(options, self._dispatcher.deliver, on_fault)
 
     def _engine_failed(self, reason: str) -> None:
-        """Announce at once that the loaded engine is unhealthy: the daemon replaces the worker. Until then, and without
-        a daemon, calls and `/health` are answered UNAVAILABLE.
+        """Announce at once that the loaded engine is unhealthy, so that the daemon replaces the worker. Until then, and
+        without a daemon, calls and `/health` are answered UNAVAILABLE.
         """
         if self._engine is not None:  # a failure to load is reported by `_give_up`
             self._announce("failed", reason=reason, code=int(Code.INFERENCE_FAILED))
@@ -301,18 +301,18 @@ class Worker:
                 return
 
     def _take(self, listeners: Mapping[int, Listener], port: int, connection: socket.socket) -> None:
-        """Serve a connection that a worker passed on; close one of a port that the instance no longer has."""
+        """Serve a connection that a worker passed on; close it if the instance no longer has its port."""
         if port not in listeners:
             connection.close()
             return
         listeners[port].take(connection)
 
     async def _leave_ports(self, listeners: Mapping[int, Listener], queue: ConnectionQueue) -> None:
-        """Close the listening sockets where other workers listen on them; on a handover, wait until clients have moved.
+        """Close the listening sockets if other workers listen on them; on a handover, wait until clients have moved.
 
-        Routers close their links then. On a handover open HTTP connections are passed on, else they end with their next
-        reply; gRPC clients make their next call elsewhere. Half of the grace period is for this, the other half for the
-        calls of clients that stay.
+        Routers then close their links. On a handover open HTTP connections are passed on, otherwise they end with their
+        next reply; gRPC clients make their next call elsewhere. Half of the grace period is for this, the other half
+        for the calls of clients that stay.
         """
         self._links.ports.clear()
         queue.leave()
@@ -330,20 +330,20 @@ class Worker:
             await asyncio.sleep(_LEFT_POLL_S)
 
     async def _drain_calls(self) -> None:
-        """Refuse new calls and finish the others, at most for the grace period or until a second signal."""
+        """Refuse new calls and finish the others, until the grace period ends or a second signal comes."""
         self._dispatcher.stop_accepting()
         self._announce("draining")
         await _any_of(self._dispatcher.drained(self._grace_s), self._force_stop.wait())
 
     def _on_signal(self) -> None:
-        """The first signal starts an orderly stop, a second one ends its waiting."""
+        """Start an orderly stop at the first signal; end its waiting at the second."""
         if self._signalled:
             self._force_stop.set()
         self._signalled = True
         self._stop.set()
 
     def _give_up(self, error: TeimgrError) -> int:
-        """Report a failure to the watchers and in the exit file; the result is the exit status."""
+        """Report a failure to the watchers and in the exit file; return the exit status."""
         permanent = isinstance(error, _PERMANENT) and not isinstance(error, _TRANSIENT)
         log.error("worker failed: %s", error.message, extra=self._log_fields | {"code": error.code.name})
         facts = self._announce("failed", reason=error.message, code=int(error.code), permanent=permanent)
@@ -352,7 +352,7 @@ class Worker:
         return EXIT_PERMANENT if permanent else EXIT_TRANSIENT
 
     def _announce(self, state: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
-        """Send the status to every watcher. Labels are not part of it: a model may have any number of them."""
+        """Send the status to every watcher. It has no labels, of which a model may have any number."""
         self._state = state
         model = self._engine.info.to_dict() | {"labels": []} if self._engine else None
         facts = {
@@ -386,7 +386,7 @@ class Worker:
         return controls | {Method.COMPARE: self._compare} if self.spec.name == TRIAL_NAME else controls
 
     async def _compare(self, payload: bytes, limit_s: float) -> bytes:
-        """Compare the model with the library that its files are made for; a thread that takes longer is left behind."""
+        """Compare the model with its reference library; a thread that takes longer than the limit is left running."""
         from teimgr.engine.library_comparison import compare_with_library  # here: it loads a second copy of the model
 
         engine, room = self._dispatcher.engine, json.loads(payload)["room_bytes"]
@@ -405,14 +405,14 @@ class Worker:
         return json.dumps(answer).encode() if payload else b""
 
     async def _stats(self, payload: bytes, limit_s: float) -> bytes:
-        sizes, counts = await self._sizes(), {}  # first: calls come meanwhile
+        sizes, counts = await self._sizes(), {}  # first: calls arrive meanwhile
         if payload != CALLS_AND_MEMORY and self._engine is not None:
             counts = self._dispatcher.metrics.counts() | asdict(self._engine.stats())
         calls = {"calls": self._dispatcher.calls, "taken": self._dispatcher.taken}
         return json.dumps({**calls, **sizes, **counts}).encode()
 
     async def _sizes(self) -> dict[str, int | None]:
-        """What this process takes, in bytes."""
+        """Return the memory of this process, in bytes."""
         private = await asyncio.to_thread(self._memory.read, self._dispatcher.taken)
         device = self._engine.stats().device_bytes if self._engine is not None else 0
         return {"resident_bytes": resident_bytes(), "private_bytes": private, "device_bytes": device}
@@ -439,7 +439,7 @@ class Worker:
         self._grace_s = float(message["grace_s"])
         self._handover = bool(message.get("handover"))
         self._stop.set()
-        if self._handover:  # the reply confirms that clients get no more answers of this worker
+        if self._handover:  # the reply confirms that this worker answers clients no more
             await _any_of(self._left_ports.wait(), limit_s=limit_s)
         else:
             self._dispatcher.stop_accepting()  # before the reply, which promises it
@@ -447,7 +447,7 @@ class Worker:
 
 
 async def _any_of(*waits: Awaitable[object], limit_s: float | None = None) -> bool:
-    """Wait for the first of `waits` and cancel the others; False after `limit_s`."""
+    """Wait for the first of `waits` and cancel the others; return False after `limit_s`."""
     tasks = {asyncio.ensure_future(wait) for wait in waits}
     try:
         done, _ = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -471,7 +471,7 @@ def _call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[str], Non
 def in_background(name: str, work: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
     """Run `work` on a daemon thread; the future gets its result or error.
 
-    Not `asyncio.to_thread`: the end of the loop joins those threads, and `work` may take minutes.
+    Unlike `asyncio.to_thread`, whose threads the loop joins at its end: `work` may take minutes.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[ResultT] = loop.create_future()
@@ -492,8 +492,8 @@ _MAX_CODE_FILES = 32  # that are named
 
 
 def fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> tuple[hub.ModelSource, list[str]]:
-    """The model's directory, and the code that the instance trusts: that of other repositories, which is fetched too,
-    and the model's own, each as `LoadedModel.code` has it.
+    """Return the model's directory, and the code that the instance trusts: its own and that of other repositories,
+    which is fetched too, each named as in `LoadedModel.code`.
     """
     source = hub.resolve(spec.model_id, spec.revision, neighbours, spec.model_roots)
     if not spec.trust_remote_code:
@@ -506,7 +506,7 @@ def fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> tuple[hub.Mo
 
 
 def code_of(folder: Path, name: str, commit: str | None) -> str:
-    """A repository with its commit and its files of code; "" where it has none."""
+    """Name a repository with its commit and its code files; "" if it has none."""
     files = sorted(path.relative_to(folder).as_posix() for path in (*folder.glob("*.py"), *folder.glob("*/*.py")))
     shown = files[:_MAX_CODE_FILES] + (["…"] if len(files) > _MAX_CODE_FILES else [])
     at = "" if commit is None else f"@{commit}"

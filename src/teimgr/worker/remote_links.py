@@ -1,7 +1,7 @@
-"""The worker's link server for other hosts: its frames over TCP and mutual TLS, behind a proof of incarnation.
+"""The worker's link server for other hosts: frames over TCP with mutual TLS, after a proof of incarnation.
 
-A connection has a certificate of the fleet and begins with HELLO (`wire/remote_frames.py`). Nodes may send calls and
-the self-test of a replica; the daemon alone may watch and control a worker. Sockets are never passed on to other hosts.
+A peer has a certificate of the fleet and begins with HELLO (`wire/remote_frames.py`). Nodes may send calls and a
+replica's self-test; only the daemon may watch and control a worker. Sockets are never passed to other hosts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 4096
 _HELLO_LIMIT_S = 5.0
 _SILENCE_LIMIT_S = 15.0
-"""A client asks for a sign of life every two seconds of silence; one that does not is gone."""
+"""A client asks for a sign of life after every two seconds of silence; one that does not is gone."""
 _TICK_S = 5.0
 _CONTROL_FROM = Method.WATCH
 _OPEN_TO_NODES = (Method.PROBE,)
 
 
 class RemoteLinkListener(FleetListener):
-    """Accepts links of other hosts on `listener`; `LinkServer.close` closes them."""
+    """Accepts links from other hosts on `listener`; `LinkServer.close` closes them."""
 
     def __init__(self, links: LinkServer, identity: FleetIdentity, incarnation: str, listener: socket.socket) -> None:
         super().__init__(
@@ -44,8 +44,8 @@ class RemoteLinkListener(FleetListener):
 
 
 class RemoteLinkConnection(LinkConnection):
-    """A link from another host: nothing but HELLO until that is answered, nothing once the certificate has expired or
-    was revoked.
+    """A link from another host. It accepts only HELLO until that is answered, and closes when the certificate expires
+    or is revoked.
     """
 
     def __init__(self, listener: RemoteLinkListener, ticket: Ticket) -> None:
@@ -88,7 +88,7 @@ class RemoteLinkConnection(LinkConnection):
         self._meter.close()
 
     def on_expired(self, phase: Phase) -> None:
-        """Called by the gate; `_tick` has the limits of time."""
+        """Called by the gate; renews the ticket, since `_tick` enforces the time limits."""
         self._ticket.renew()
 
     def on_displaced(self) -> None:
@@ -151,7 +151,7 @@ class RemoteLinkConnection(LinkConnection):
         self._next_tick(min(_TICK_S, valid_s))
 
     def _tick(self) -> None:
-        """Close a link without a HELLO, without frames for too long, or with a certificate that does not count now."""
+        """Close a link without HELLO, without frames for too long, or with a certificate that is no longer valid."""
         now, transport = self._loop.time(), self._transport
         if transport is None:
             return
@@ -163,7 +163,7 @@ class RemoteLinkConnection(LinkConnection):
             return
         is_reading = True
         with suppress(AttributeError):
-            is_reading = transport.is_reading()  # paused while the client does not read: TCP's own limit holds then
+            is_reading = transport.is_reading()  # paused while the client does not read; TCP's own limit then applies
         if not self._greeted:
             self._refuse(f"no HELLO within {_HELLO_LIMIT_S:g} s")
         elif now >= self._valid_until:

@@ -1,4 +1,4 @@
-"""The worker's end of quotas between hosts: its jobs are charged and counted by who admitted their caller."""
+"""The worker's end of quotas between hosts: the host that admitted a caller charges and counts its jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOST = "The link to the host that admitted the call was lost"
 
 
 class RemoteStanding:
-    """What a tenant may use, by the other host's TERMS."""
+    """A tenant's limits, from the TERMS that the other host sent."""
 
     __slots__ = ("_meter", "has_quota", "share")
 
@@ -25,7 +25,7 @@ class RemoteStanding:
         self.has_quota = has_quota
 
     def refuses(self, least: int) -> TeimgrError | None:
-        """Nothing: the other host decides once, when the tokens are known."""
+        """Always None: the other host decides once, when the tokens are known."""
         return None
 
     def open_account(self) -> RemoteAccount:
@@ -33,7 +33,7 @@ class RemoteStanding:
 
 
 class RemoteMeter:
-    """Those who call over one link from another host. For the loop's thread; `send` is that of the link."""
+    """The tenants that call over one link from another host. For the loop's thread; `send` is the link's method."""
 
     def __init__(self, send: Callable[..., None]) -> None:
         self.loop = asyncio.get_running_loop()
@@ -47,7 +47,7 @@ class RemoteMeter:
         return tenant in self._standings
 
     def standing(self, tenant: int) -> RemoteStanding:
-        """Of a tenant that it knows."""
+        """Return the standing of a known tenant."""
         return self._standings[tenant]
 
     def count(self, tenant: int, counter: Counter, by: int = 1) -> None:
@@ -69,7 +69,7 @@ class RemoteMeter:
             account.decide(refusal, is_shadowed=bool(header.flags & SHADOWED))
 
     def ask(self, account: RemoteAccount, tenant: int, tokens: int) -> int:
-        """Send a charge, which `account` gets the decision on; its number."""
+        """Send a charge and return its number; `account` gets the decision."""
         if self._send is None:
             account.decide(Unavailable(_LOST))
             return 0
@@ -83,7 +83,7 @@ class RemoteMeter:
             self._send(FrameType.TENANT, Note.SETTLE, number, SETTLE.pack(computed))
 
     def close(self) -> None:
-        """The link is lost, and its calls are cancelled: nothing waits for a decision any longer."""
+        """Drop all waiting decisions: the link is lost and its calls are cancelled."""
         self._send = None
         asked, self._asked = self._asked, {}
         for account in asked.values():
@@ -97,7 +97,7 @@ class RemoteMeter:
 class RemoteAccount:
     """The charge of one job by another host: `charge` once its tokens are known, `settle` when it is over.
 
-    Both may be called on any thread; what they do is done on the loop's, in their order.
+    Both may be called on any thread; their work is done on the loop's thread, in order.
     """
 
     __slots__ = ("_decided", "_is_over", "_is_settled", "_meter", "_number", "_taken", "_tenant", "is_shadowed")
@@ -112,11 +112,11 @@ class RemoteAccount:
         self._is_settled = self._is_over = False
 
     def charge(self, tokens: int, later: Decided | None = None) -> None:
-        """Have the job charged; `later` gets the decision, on the loop's thread."""
+        """Ask for the job's charge; `later` gets the decision, on the loop's thread."""
         self._meter.loop.call_soon_threadsafe(self._begin, tokens, later)
 
     def decide(self, refusal: TeimgrError | None, *, is_shadowed: bool = False) -> None:
-        """The other host has decided; on the loop's thread."""
+        """Take the other host's decision; on the loop's thread."""
         self.is_shadowed = is_shadowed
         if refusal is not None:
             self._number = 0  # there is nothing to settle
@@ -125,11 +125,11 @@ class RemoteAccount:
             decided(refusal)
 
     def took(self, tokens: int) -> None:
-        """Tokens of the job are in a batch. By one thread at a time."""
+        """Count the job's tokens that are in a batch. By one thread at a time."""
         self._taken += tokens
 
     def settle(self, computed: int | None) -> None:
-        """The job is over: what was not `computed` is refunded, None: what was not taken. No-op later."""
+        """End the charge: refund tokens that were not `computed`, None: not taken. No-op the second time."""
         if not self._is_settled:
             self._is_settled = True
             self._meter.loop.call_soon_threadsafe(self._end, computed)

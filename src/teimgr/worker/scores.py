@@ -1,6 +1,4 @@
-"""Scores in their order for replies; what a model's kind allows, in TEI's error texts, which differ between HTTP and
-gRPC.
-"""
+"""Scores in reply order, and checks of the model's kind with TEI's error texts, which differ between HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -23,19 +21,19 @@ class ScoredLabel(NamedTuple):
 
 
 class ScoredRow(NamedTuple):
-    """A text, by its row in the request, and its score."""
+    """A text's row in the request, and its score."""
 
     row: int
     score: np.float32
 
 
 def predictions(scores: NDArray[np.float32], labels: Sequence[str]) -> list[ScoredLabel]:
-    """All labels of one input, best first; `scores` is float32 [labels]."""
+    """Return all labels of one input, best first; `scores` is float32 [labels]."""
     return [ScoredLabel(scores[i], labels[i]) for i in _best_first(scores)]
 
 
 def ranks(scores: NDArray[np.float32]) -> list[ScoredRow]:
-    """All texts of one rerank, best first; `scores` is float32 [texts, 1]."""
+    """Return all texts of one rerank, best first; `scores` is float32 [texts, 1]."""
     column = scores[:, 0]
     return [ScoredRow(i, column[i]) for i in _best_first(column)]
 
@@ -46,20 +44,20 @@ def _best_first(scores: NDArray[np.float32]) -> list[int]:
 
 
 def need_reranker_http(model: LoadedModel) -> None:
-    """Raises WrongModelKind where the model is not a reranker, for a request over HTTP."""
+    """Raise WrongModelKind if the model is not a reranker, for a request over HTTP."""
     if model.kind != Kind.RERANKER:
         raise WrongModelKind("Backend error: model is not a re-ranker model")
 
 
 def need_reranker_grpc(model: LoadedModel) -> None:
-    """Raises WrongModelKind where the model is not a reranker, for a request over gRPC."""
+    """Raise WrongModelKind if the model is not a reranker, for a request over gRPC."""
     if model.kind != Kind.RERANKER:
         is_classifier = model.kind == Kind.CLASSIFIER
         raise WrongModelKind(f"model is not a {'re-ranker' if is_classifier else 'classifier'} model")
 
 
 def output_per_token(model: LoadedModel) -> Output:
-    """The output of "embed all": vectors of a late-interaction model, the last hidden states of any other.
+    """Return the output of "embed all": a late-interaction model's vectors, any other model's last hidden states.
 
     Raises:
         WrongModelKind: the model is a token classifier, whose tokens have labels.

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Tenants:
-    """The meter in the file at `path`, opened when there is one. Without it nothing is charged or counted.
+    """The meter in the file at `path`, opened once the file exists. Without it nothing is charged or counted.
 
     For the loop's thread.
     """
@@ -56,13 +56,14 @@ class Tenants:
             self._open()
 
     def charge(self, submission: Submission) -> None:
-        """Say whose the jobs of a call are, and have them charged before they are computed if the key has a quota.
+        """Attribute the jobs of a call to its tenant and, if the key has a quota, charge them before they are computed.
 
         Raises:
-            TenantQuotaReached, CallOverQuota: a token for each of its texts would be too many already. It is counted.
+            TenantQuotaReached, CallOverQuota: one token per text would already exceed the quota. The refusal is
+            counted.
         """
         call = submission.call
-        if call.tenant and not self._is_open:  # keys were configured after this worker had started
+        if call.tenant and not self._is_open:  # keys were configured after this worker started
             self._open()
         if (share := self.share(call)) is not EQUAL:
             for job in submission.jobs:
@@ -77,7 +78,7 @@ class Tenants:
             submission.charge_to(job, standing.open_account())
 
     def share(self, call: WorkerCall) -> Share:
-        """Whose the call is, as one of those that share its lane of the instance."""
+        """Return the share of the lane to which the call belongs."""
         meter = self._meter_of(call) if call.tenant else None
         share = EQUAL if meter is None else meter.standing(call.tenant).share
         return share.aside() if call.gave_way else share
@@ -100,7 +101,7 @@ class Tenants:
             meter.count(call.tenant, Counter.REFUSED)
 
     def _meter_of(self, call: WorkerCall) -> TenantMeter | RemoteMeter | None:
-        """That of the host that admitted the caller, where that one has a table."""
+        """Return the meter of the host that admitted the caller, or None if that host has no table."""
         remote = None if call.context is None else call.context.meter
         return remote if isinstance(remote, RemoteMeter) and remote.knows(call.tenant) else self._meter
 
@@ -111,18 +112,18 @@ class Tenants:
 
 
 def _least_tokens(job: Job) -> int:
-    """Tokens that a job has at least, for certain and before it is tokenized: one for each text that is not empty."""
+    """Return a lower bound of a job's tokens before it is tokenized: one for each non-empty text."""
     if isinstance(job.inputs, TextColumn):
         return int(np.count_nonzero(job.inputs.lengths))
-    # Of pairs in a quarter of the time: the loop counts up to 100,000.
+    # Counting pairs this way takes a quarter of the time: the loop counts up to 100,000.
     return sum([1 for item in job.inputs if (any(item) if type(item) is Pair else characters(item))])
 
 
-_RETRY_S = 1.0  # after which a table that was full is tried again
+_RETRY_S = 1.0  # after which a full table is tried again
 
 
 class Standing:
-    """What a tenant may use, read from the table once, until it is configured again; `till` is None without a quota."""
+    """A tenant's limits, read from the table once per configuration; `till` is None without a quota."""
 
     __slots__ = (
         *("_arrival_at", "_refunded_at", "_spent_at", "_spent_of", "_words"),
@@ -142,14 +143,14 @@ class Standing:
         self.till = open_till(table, row, tenant, is_in_flight=self.has_concurrent) if self.has_quota else None
 
     def open_account(self) -> Account:
-        """For the charge of one job, of a tenant that has a quota."""
+        """Open an account for the charge of one job of a tenant with a quota."""
         assert self.till is not None
         return Account(self, self.till)
 
     def refuses(self, least: int) -> TeimgrError | None:
-        """The refusal of a call that will have `least` tokens or more: it need not be tokenized.
+        """Return the refusal of a call that will have at least `least` tokens, so that it need not be tokenized.
 
-        Nothing is charged. Tokens in flight are left to the charge.
+        Nothing is charged. Tokens in flight are checked by the charge.
         """
         words, now_ns = self._words, time.monotonic_ns()
         arrival_ns, of_day = words[self._arrival_at] - words[self._refunded_at], words[self._spent_at] & DAY_TOKENS
@@ -173,7 +174,7 @@ class TenantMeter:
         self._standings: dict[int, Standing] = {}
 
     def standing(self, tenant: int) -> Standing:
-        """What a tenant may use now."""
+        """Return the present standing of a tenant."""
         if self._words[VERSION_AT] != self._version:
             self._version = self._words[VERSION_AT]
             self._standings = {}
@@ -186,7 +187,7 @@ class TenantMeter:
         self._words[self._counters_at + tenant * COUNTERS + counter] += by
 
     def close(self) -> None:
-        """Give the row back, whose counters the daemon then adds up."""
+        """Give the row back; the daemon then adds up its counters."""
         self._table.close()
 
     def answered(self, tenant: int, tokens: int, texts: int, calls: int) -> None:
@@ -198,7 +199,7 @@ class TenantMeter:
 
 
 def open_meter(path: Path, instance: str, model: str) -> TenantMeter | None:
-    """The meter of this worker in the file of its host; None without such a file, or without room in it."""
+    """Return the meter of this worker in the file of its host; None without such a file or without room in it."""
     if not path.exists():
         return None
     table = TenantTable(path)
@@ -211,9 +212,9 @@ def open_meter(path: Path, instance: str, model: str) -> TenantMeter | None:
 
 
 class EntryMeters:
-    """The meters in the table at `path` of a process that sends calls to other hosts: of each instance a row.
+    """Meters of a process that sends calls to other hosts, in the table at `path`: one row per instance.
 
-    Used by the links to its workers there, for the loop's thread.
+    Used by the links to its workers there, on the loop's thread.
     """
 
     def __init__(self, path: Path) -> None:
@@ -222,7 +223,7 @@ class EntryMeters:
         self._full_until_s = 0.0
 
     def lease(self, instance: str, model: str) -> TenantMeter | None:
-        """The meter of an instance, to be given back; None without a table, or without room in it for now."""
+        """Return the meter of an instance, to be given back; None without a table, or while it has no room."""
         meter, links = self._open.get((instance, model), (None, 0))
         if meter is None:
             if time.monotonic() < self._full_until_s or not self._path.exists():
@@ -244,14 +245,14 @@ class EntryMeters:
 class Account:
     """The charge of one job: `charge` once its tokens are known, `settle` when it is answered or given up.
 
-    It takes no lock: the thread that deletes the slip does what must be done once.
+    It takes no lock: whichever thread deletes the slip does what must be done once.
     """
 
     __slots__ = ("_charged", "_slip", "_standing", "_taken", "_till", "is_settled", "is_shadowed")
     decides_later = False
 
     _slip: Slip
-    """Of its charge, from then on until that is settled."""
+    """The slip of its charge, until that is settled."""
 
     def __init__(self, standing: Standing, till: Till) -> None:
         self.is_settled = False
@@ -261,7 +262,7 @@ class Account:
         self._charged = self._taken = 0
 
     def charge(self, tokens: int, later: Decided | None = None) -> TeimgrError | None:
-        """Charge the job; the refusal where a quota does not allow it. No-op once it is settled."""
+        """Charge the job; return the refusal if a quota does not allow it. No-op once it is settled."""
         if self.is_settled:
             return None
         till = self._till
@@ -272,7 +273,7 @@ class Account:
         if not (status := till.charge(slip, tokens)):
             self._charged = tokens
             self._slip = slip
-            if self.is_settled:  # meanwhile, on another thread, which may not have seen the slip
+            if self.is_settled:  # meanwhile on another thread, which may not have seen the slip
                 self._give_back(0)
             return None
         wait_ns = till.wait_ns(slip)
@@ -283,11 +284,11 @@ class Account:
         return refusal(quotas.LIMITS[max(status, 1) - 1], self._standing.limits, tokens, wait_ns)
 
     def took(self, tokens: int) -> None:
-        """Tokens of the job are in a batch: they are not refunded if the caller leaves now. By one thread at a time."""
+        """Mark tokens as taken into a batch: no refund if the caller leaves now. By one thread at a time."""
         self._taken += tokens
 
     def settle(self, computed: int | None) -> None:
-        """The job is over. Refunds what was not `computed`, None: what was not taken into a batch. No-op later."""
+        """End the charge: refund what was not `computed`, None: not taken into a batch. No-op the second time."""
         if self.is_settled:
             return
         self.is_settled = True
@@ -306,7 +307,7 @@ class Account:
 
 
 def refusal(code: Code, limits: Limits, tokens: int, wait_ns: int) -> TeimgrError:
-    """The error for the caller; the wait is until this call would be admitted."""
+    """Return the error for the caller; its retry time is when this call would be admitted."""
     if code is Code.TOKEN_RATE_EXCEEDED:
         if tokens > limits.burst:
             return CallOverQuota(f"The call has {tokens} tokens, more than the key's burst of {limits.burst}")

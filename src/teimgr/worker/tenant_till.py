@@ -13,42 +13,42 @@ from teimgr.wire.tenants.quotas import S_PER_DAY, Receipt
 from teimgr.wire.tenants.table import IN_FLIGHT_AT, TENANTS, USED_ROWS_AT, WORD_BYTES, TenantTable, tenant_at
 
 Slip = Any
-"""Where a till writes a charge, for its refund; used again for a later charge."""
+"""Where a till writes a charge, for its refund; it can be reused for a later charge."""
 
 
 class Till(Protocol):
     """Atomic among all workers of the host, on any thread. `free` holds unused slips.
 
-    `charge` gives 0 for a call that is admitted, else the number of the quota that refuses, from 1, in `quotas.LIMITS`.
-    The moments of `charge_at` and `refund_at` are given, those of the others are now.
+    `charge` returns 0 for an admitted call, else the number of the quota that refuses, from 1, in `quotas.LIMITS`.
+    `charge_at` and `refund_at` take the time; the others use the present time.
     """
 
     free: list[Slip]
 
     def new(self) -> Slip:
-        """A further slip."""
+        """Make a new slip."""
 
     def charge(self, slip: Slip, tokens: int) -> int: ...
 
     def refund(self, slip: Slip, tokens: int) -> object:
-        """The tokens of a charge are no longer in flight, and `tokens` of them were not computed."""
+        """End the charge's tokens in flight, and refund `tokens` of them that were not computed."""
 
     def charge_at(self, slip: Slip, tokens: int, now_ns: int, day: int) -> int: ...
 
     def refund_at(self, slip: Slip, tokens: int, now_ns: int) -> object: ...
 
     def wait_ns(self, slip: Slip) -> int:
-        """How long to wait, after a charge that the quota of a second has refused."""
+        """Return how long to wait after a charge that the quota per second has refused."""
 
 
 def open_till(table: TenantTable, row: int, tenant: int, *, is_in_flight: bool) -> Till:
-    """The till of a tenant in the `row` of a worker; `is_in_flight`: its tokens are counted until they are settled."""
+    """Open the till of a tenant in the `row` of a worker; `is_in_flight`: count its tokens until they are settled."""
     kind = LockedTill if native_library() is None else NativeTill
     return kind(table, row, tenant, is_in_flight=is_in_flight)
 
 
 class _Charge(ctypes.Structure):
-    """`tenant_receipt` of tenants.c."""
+    """The C structure `tenant_receipt` of tenants.c."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("tenant", "own", "in_flight", "rows")],
@@ -57,13 +57,13 @@ class _Charge(ctypes.Structure):
 
 
 class NativeTill:
-    """By the functions of tenants.c, without a lock. A slip is the reference to a structure."""
+    """A till by the functions of tenants.c, without a lock. A slip is the reference to a structure."""
 
     def __init__(self, table: TenantTable, row: int, tenant: int, *, is_in_flight: bool) -> None:
         library = native_library()
         assert library is not None
         self.free: list[Slip] = []
-        # No Python between the caller and the library: a call of it takes as long as the library does.
+        # Without Python in between: a Python call takes as long as the library does.
         self.charge, self.refund = library.tenant_charge, library.tenant_refund
         self.charge_at, self.refund_at = library.tenant_charge_at, library.tenant_refund_at
         base = ctypes.addressof(ctypes.c_char.from_buffer(table.memory))
@@ -90,7 +90,7 @@ class _LockedSlip:
 
 
 class LockedTill:
-    """By the functions of quotas.py, without the native library; a lock of the file keeps others out."""
+    """A till by the functions of quotas.py, without the native library; a file lock excludes other processes."""
 
     def __init__(self, table: TenantTable, row: int, tenant: int, *, is_in_flight: bool) -> None:
         self.free: list[Slip] = []

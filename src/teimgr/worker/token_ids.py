@@ -1,4 +1,4 @@
-"""Token ids in requests, by an instance's `token_inputs`: taken as the model's, refused, or read as texts by tiktoken.
+"""Token ids in requests, by `token_inputs`: used as the model's, refused, or decoded to texts by tiktoken.
 
 Clients of OpenAI may send ids of OpenAI's tokenizer. Whether ids are those of the served model cannot be known: the
 same numbers are tokens of every vocabulary.
@@ -34,12 +34,12 @@ def has_ids(inputs: Sequence[Input]) -> bool:
 
 
 def read(inputs: Sequence[Input], spec: WorkerSpec) -> list[Input]:
-    """The inputs with the texts of those that are ids (int32 [tokens]); what a chunk's edge cuts becomes U+FFFD.
+    """Return the inputs with ids (int32 [tokens]) decoded to texts; bytes cut at the edge of a chunk become U+FFFD.
 
     Blocks for as long as decoding takes.
 
     Raises:
-        InvalidInput: the instance refuses ids, or the encoding does not have one of them; with the input's index.
+        InvalidInput: the instance refuses ids, or the encoding lacks one of them; with the input's index.
     """
     found: list[Input] = []
     for place, one in enumerate(inputs):
@@ -76,6 +76,6 @@ def _encoding(name: str) -> Any:
         raise InvalidConfig('token_inputs = "tiktoken": install teimgr with the extra `tiktoken`') from error
     try:
         return tiktoken.get_encoding(name)
-    except Exception as error:  # of the registry, of the network, or of its cache
+    except Exception as error:  # from the registry, the network, or its cache
         reason = str(error).partition("\n")[0]
         raise InvalidConfig(f"token_encoding: tiktoken cannot load {name!r}: {reason}") from error

@@ -56,7 +56,7 @@ class Histogram:
 
     @classmethod
     def of_powers(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
-        """From counts by power of two: `counts[k]` values in (2^(k-1), 2^k], which add up to `total`."""
+        """Make a histogram from counts by power of two: `counts[k]` values in (2^(k-1), 2^k], whose sum is `total`."""
         histogram = cls(bounds)
         histogram._counts = [*counts[: len(bounds)], sum(counts[len(bounds) :])]
         histogram._sum = float(total)
@@ -77,7 +77,7 @@ _MAX_UNCOUNTED = 256
 class DurationHistograms:
     """Durations of calls: total, tokenization, queue and inference.
 
-    They are counted when the histograms are read, or many together, which takes a call less time.
+    Calls are added to the counts when the histograms are read, or in bulk, which costs each call less time.
     """
 
     def __init__(self, families: catalogue.Durations) -> None:
@@ -119,7 +119,7 @@ class InputCounters:
         self._durations = DurationHistograms(families.durations)
 
     def finished(self, timings: Timings | None, count: int, served: int) -> None:
-        """`served` of `count` inputs came out of the engine; `timings` where their call could be answered."""
+        """Count `served` of `count` inputs as computed; `timings` is None if their call failed."""
         self._count += count
         self._success += served
         if timings is not None:

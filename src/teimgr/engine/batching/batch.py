@@ -30,12 +30,12 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)  # not frozen, which would cost each query half a microsecond
 class Encoded:
-    """Tokenized inputs of one length, each a text or a pair: one, or several that are computed alike.
+    """Tokenized inputs of one length, each a text or a pair: one input, or several with the same settings.
 
-    `ids` are int32 [length], or [texts, length] and contiguous; never empty. `type_ids` (uint8, of that shape) are the
-    token types of pairs, None for models without them. Where `keys` is set, every token attends only to the first
-    `keys` ones. The first `prompt_tokens` belong to a prompt that pooling leaves out. `query` is the role on
-    models with roles, `task` that of models with weights by task (from 1; 0 means no task).
+    `ids` are int32 [length], or [texts, length] and contiguous; never empty. `type_ids` (uint8, same shape) are the
+    token types of pairs, None for models without them. If `keys` is set, every token attends only to the first `keys`
+    tokens. The first `prompt_tokens` belong to a prompt that pooling leaves out. `query` is the role on models with
+    roles, `task` the task on models with weights by task (from 1; 0 means none).
     """
 
     ids: NDArray[np.int32]
@@ -51,12 +51,12 @@ class Encoded:
 
     @property
     def length(self) -> int:
-        """Tokens of each."""
+        """Tokens per text."""
         length: int = self.ids.shape[-1]
         return length
 
     def part(self, which: slice | Sequence[int]) -> Encoded:
-        """Some of several inputs, by their position; by a slice the ids are not copied."""
+        """Select some of several inputs by position; a slice does not copy the ids."""
         return replace(self, ids=self.ids[which], type_ids=None if self.type_ids is None else self.type_ids[which])
 
 
@@ -67,10 +67,10 @@ _PLACES.flags.writeable = False  # shared by all entries of one row
 
 @dataclass(slots=True, eq=False)
 class TokenizedTexts:
-    """N tokenized inputs in arrays: of input i the `lengths[i]` ids from `begins[i]` on (int64 [N] each) in `ids`.
+    """N tokenized inputs in arrays: input i has `lengths[i]` ids from `begins[i]` on (int64 [N] each) in `ids`.
 
     `ids` is int32 [T], `type_ids` uint8 [T] or None; `prompt_tokens` and `task` are as in `Encoded`. Inputs in `others`
-    are not in the arrays: they have their own settings, or failed; their length is 0.
+    are not in the arrays, since they have their own settings or failed; their length is 0.
     """
 
     ids: NDArray[np.int32]
@@ -83,12 +83,12 @@ class TokenizedTexts:
 
     @classmethod
     def of(cls, results: Sequence[Encoded | TeimgrError]) -> TokenizedTexts:
-        """Results that are all `others`."""
+        """Make a value in which all results are `others`."""
         return cls.without_ids(len(results), dict(enumerate(results)))
 
     @classmethod
     def without_ids(cls, texts: int, others: dict[int, Encoded | TeimgrError]) -> TokenizedTexts:
-        """So many inputs, of which those that are not in `others` are missing."""
+        """Make a value of `texts` inputs; those that are not in `others` have no result yet."""
         return cls(np.zeros(0, np.int32), np.zeros(texts, np.int64), np.zeros(texts, np.int64), others=others)
 
     def __len__(self) -> int:
@@ -103,18 +103,18 @@ class TokenizedTexts:
         return Encoded(self.ids[own], types, prompt_tokens=self.prompt_tokens, task=self.task)
 
     def put(self, i: int, other: Encoded | TeimgrError) -> None:
-        """Give input i another result than that of the arrays."""
+        """Set the result of input i, in place of that in the arrays."""
         self.others[i] = other
         self.lengths[i] = 0
 
     def missing(self) -> list[int]:
-        """The inputs that have no result yet."""
-        if np.count_nonzero(self.lengths) == len(self.lengths):  # as nearly always, and far quicker
+        """Return the inputs that have no result yet."""
+        if np.count_nonzero(self.lengths) == len(self.lengths):  # the usual case, and far quicker
             return []
         return [row for row in np.flatnonzero(self.lengths == 0).tolist() if row not in self.others]
 
     def replace(self, rows: Sequence[int], by: TokenizedTexts) -> None:
-        """Give the inputs `rows` the results `by`, which were made with the same options."""
+        """Set the results of the inputs `rows` to `by`, which was made with the same options."""
         self.others.update((rows[i], other) for i, other in by.others.items())
         self.lengths[rows] = by.lengths
         if len(by.ids):
@@ -125,9 +125,9 @@ class TokenizedTexts:
             self.prompt_tokens, self.task = by.prompt_tokens, by.task
 
     def by_length(self, begin: int, stop: int) -> Iterator[tuple[NDArray[np.intp], Encoded | TeimgrError]]:
-        """The inputs `begin` to `stop` in groups of equal length, those that begin first before others.
+        """Yield the inputs `begin` to `stop` in groups of equal length, ordered by their first input.
 
-        Each comes with the places of its inputs, counted from `begin`; a failed input on its own.
+        Each group comes with the places of its inputs, counted from `begin`; a failed input is a group alone.
         """
         if stop - begin < _MIN_GROUPED:
             for i in range(begin, stop):
@@ -153,9 +153,9 @@ class PackedBatch:
     `ids` and `position_ids` are int64 [T]; positions restart at 0 with every text. Text i of the batch is input
     `order[i]` of those given to `pack`, and its tokens are `cu_seqlens[i]` to `cu_seqlens[i + 1]` (int32 [N + 1]).
     The others are None if no text needs them: `prompt_lens` (int32 [N], leading tokens that pooling leaves out),
-    `type_ids` (int64 [T]), `keys` (int32 [N], the leading tokens of a text that its tokens attend to), `queries`
-    (bool [N], the role on models with roles), `tasks` (int32 [N]: a run has one task alone), `kept` (int64 [N], a token
-    of each text: a native forward may give the hidden states of these alone).
+    `type_ids` (int64 [T]), `keys` (int32 [N], the leading tokens of a text that its tokens attend to), `queries` (bool
+    [N], the role on models with roles), `tasks` (int32 [N]: a run has only one task), `kept` (int64 [N], one token of
+    each text: a native forward may compute the hidden states of these alone).
     """
 
     ids: NDArray[np.int64]
@@ -172,10 +172,10 @@ class PackedBatch:
     kept: NDArray[np.int64] | None = None
 
     def rounded_up(self) -> PackedBatch:
-        """The same texts with a few idle tokens behind them, so that rows have few different lengths.
+        """Append a few idle tokens, so that rows have few different lengths.
 
-        oneDNN creates and caches a kernel for every length of row; this costs one token in a hundred on average.
-        The idle tokens are a run of texts of one token; `cu_seqlens` and `order` leave them out.
+        oneDNN creates and caches a kernel for every row length; this costs one token in a hundred on average. The idle
+        tokens are a run of texts of one token; `cu_seqlens` and `order` leave them out.
         """
         idle = -self.tokens % (8 if self.tokens <= 128 else 32)
         if idle == 0:
@@ -190,7 +190,7 @@ class PackedBatch:
         )
 
     def part(self, run: Run) -> PackedBatch:
-        """The texts of one run as a batch."""
+        """Return the texts of one run as a batch."""
         tokens, first = slice(run.start, run.stop), int(np.searchsorted(self.cu_seqlens, run.start))
         texts = slice(first, first + run.texts)
         return PackedBatch(
@@ -208,7 +208,7 @@ class PackedBatch:
         )
 
     def only(self, texts: NDArray[np.bool_]) -> PackedBatch:
-        """Those of the texts that are marked, at least one, in their order as a batch. Roles are left out."""
+        """Return the marked texts, at least one, in order as a batch, without roles."""
         lengths = np.diff(self.cu_seqlens)
         tokens, kept = np.repeat(texts, lengths), lengths[texts]
         return PackedBatch(
@@ -224,7 +224,7 @@ class PackedBatch:
         )
 
     def keys_of(self, run: Run) -> NDArray[np.int32] | None:
-        """The `keys` of the texts of one run, int32 [texts]; None if all tokens attend to all."""
+        """Return the `keys` of the texts of one run, int32 [texts]; None if all tokens attend to all."""
         if self.keys is None or run.start >= self.tokens:
             return None
         first = int(np.searchsorted(self.cu_seqlens, run.start))
@@ -232,8 +232,8 @@ class PackedBatch:
         return keys if (keys < run.length).any() else None
 
     def positions(self, offset: int) -> NDArray[np.int64]:
-        """`position_ids` from `offset` on. Positions that do not begin at 0 begin behind the padding token's id, and a
-        padding token within a text has that id and counts for none, as in the library.
+        """Return `position_ids` from `offset` on. An offset above 0 is the padding token's id plus 1; a padding token
+        in a text then has that id as its position and is not counted, as in the library.
         """
         if offset == 0:
             return self.position_ids
@@ -246,7 +246,7 @@ class PackedBatch:
         return np.where(is_padding, offset - 1, counted)
 
     def has_padding(self, offset: int) -> bool:
-        """True if a text has the padding token itself, where positions begin behind its id."""
+        """True if a text contains the padding token, and positions begin after its id."""
         return offset > 0 and bool((self.ids == offset - 1).any())
 
     @property
@@ -256,7 +256,7 @@ class PackedBatch:
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """The token behind every text, [N]."""
+        """The token after every text, [N]."""
         return self.cu_seqlens[1:].astype(np.int64)
 
     @property
@@ -270,7 +270,7 @@ class PackedBatch:
 
 
 def pack_as_given(inputs: Sequence[Encoded]) -> PackedBatch:
-    """For embedding tables: the texts in their own order, with neither positions nor runs of equal length."""
+    """Pack for embedding tables: the texts in their own order, without positions or runs of equal length."""
     if len(inputs) == 1 and inputs[0].texts == 1:
         ids = inputs[0].ids.reshape(-1).astype(np.int64)
         return PackedBatch(ids, _NO_POSITIONS, np.array((0, len(ids)), np.int32), 0, (), np.zeros(1, np.intp))
@@ -287,7 +287,7 @@ def pack(inputs: Sequence[Encoded]) -> PackedBatch:
     tasks = None
     if any(each.task for each in inputs):
         order = np.lexsort((_of_each(inputs, [each.task for each in inputs], np.int32), _lengths(inputs)))
-        inputs = sorted(inputs, key=lambda each: (each.length, each.task))  # stable too
+        inputs = sorted(inputs, key=lambda each: (each.length, each.task))  # a stable sort
         tasks = _of_each(inputs, [each.task for each in inputs], np.int32)
     else:
         order = np.argsort(_lengths(inputs), kind="stable")
@@ -297,7 +297,7 @@ def pack(inputs: Sequence[Encoded]) -> PackedBatch:
     np.cumsum(lengths, out=cu_seqlens[1:])
     ids = np.concatenate([each.ids.reshape(-1) for each in inputs], dtype=np.int64)
     prompt_lens = type_ids = keys = queries = None
-    if any(each.prompt_tokens for each in inputs):  # at least one token of a text is pooled
+    if any(each.prompt_tokens for each in inputs):  # pooling needs at least one token of a text
         prompt_lens = np.minimum(_of_each(inputs, [each.prompt_tokens for each in inputs], np.int32), lengths - 1)
     if any(each.type_ids is not None for each in inputs):
         types = [np.zeros(each.ids.size, np.uint8) if each.type_ids is None else each.type_ids for each in inputs]
@@ -322,7 +322,7 @@ def pack(inputs: Sequence[Encoded]) -> PackedBatch:
 
 
 def _pack_one(one: Encoded) -> PackedBatch:
-    """Like `pack` of one text, without what sorts and groups several: a query's time is made of such steps."""
+    """Like `pack` for one text, without sorting and grouping, steps that add up in a query's time."""
     length = one.length
     return PackedBatch(
         ids=one.ids.reshape(-1).astype(np.int64),
@@ -340,12 +340,12 @@ def _pack_one(one: Encoded) -> PackedBatch:
 
 
 def _lengths(inputs: Sequence[Encoded]) -> NDArray[np.int32]:
-    """Tokens of every text, int32 [N]."""
+    """Return the tokens of every text, int32 [N]."""
     return _of_each(inputs, [each.length for each in inputs], np.int32)
 
 
 def _of_each(inputs: Sequence[Encoded], values: Sequence[Any], dtype: type[np.generic]) -> NDArray[Any]:
-    """A value for each of `inputs`, repeated for all texts of it: [N]."""
+    """Repeat the value of each of `inputs` for all of its texts: [N]."""
     given = np.array(values, dtype=dtype)
     counts = [each.texts for each in inputs]
     return given if sum(counts) == len(counts) else np.repeat(given, counts)
@@ -367,8 +367,8 @@ _NO_POSITIONS = np.zeros(0, np.int64)
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`values` as a tensor on `device`, copied asynchronously; they may change afterwards where that is a GPU."""
-    import torch  # here: scheduling needs this module and no torch
+    """Copy `values` to a tensor on `device`, asynchronously; if that is a GPU, `values` may change afterwards."""
+    import torch  # here: scheduling imports this module and must not import torch
 
     from teimgr.engine import gpu
 

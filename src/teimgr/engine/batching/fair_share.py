@@ -1,9 +1,9 @@
-"""Fair sharing of a lane between tenants: a virtual counter of tokens for each, of which the least goes next.
+"""Fair sharing of a lane between tenants: each has a virtual counter of tokens, and the lowest counter goes next.
 
 After Sheng et al. 2024 (arXiv 2401.00588). A text is counted when it is taken into a batch, divided by its tenant's
-weight. A tenant that comes back after a pause begins at the least counter of those that wait, so a pause gives no
-credit. Of two tenants that always have texts waiting, neither gets more than the other, over any time, by more than
-twice the largest text divided by the weight. Nothing waits while there is room: where one tenant waits, it gets all.
+weight. A tenant that returns after a pause starts at the lowest counter of the waiting tenants, so a pause earns no
+credit. Of two tenants that always have texts waiting, neither ever gets more than the other by more than twice the
+largest text divided by the weight. No capacity is reserved: a tenant that waits alone gets all of it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class FairLane:
         self.tokens = 0
         self.texts = 0
         self._waiting: dict[int, LengthBuckets] = {}
-        self._shares: dict[int, Share] = {}  # of those that wait
+        self._shares: dict[int, Share] = {}  # of waiting tenants
         self._served: dict[int, float] = {}
-        self._last: dict[int, float] = {}  # by priority: the counter of the tenant that was last to wait
+        self._last: dict[int, float] = {}  # by priority: the counter of the last tenant that waited
 
     def put(self, entry: QueueEntry) -> None:
         share = entry.job.share
@@ -40,10 +40,10 @@ class FairLane:
         self.texts += entry.texts
 
     def take(self, budget_tokens: int, budget_texts: int | None, now: float, token_s: float = 0.0) -> BatchDraft:
-        """Remove the texts whose turn it is, within both budgets, and late ones before them.
+        """Remove the next texts within both budgets, and expired ones before them.
 
-        These are all where all fit. Of a tenant that waits alone they are its oldest text and those of nearest length;
-        of several, the oldest of each.
+        If all texts fit, all are taken. From a single tenant, its oldest text and those of nearest length are taken;
+        from several tenants, the oldest texts of each.
         """
         draft = BatchDraft()
         fit = self.tokens <= budget_tokens and (budget_texts is None or self.texts <= budget_texts)
@@ -66,7 +66,7 @@ class FairLane:
         return draft
 
     def tokens_before(self, share: Share) -> int:
-        """Tokens that are taken before a further text of a tenant, by its share."""
+        """Return the tokens that are taken before a further text of a tenant, by its share."""
         if self._waiting.keys() <= {share.tenant}:
             return self.tokens
         own = self._waiting[share.tenant].tokens if share.tenant in self._waiting else 0
@@ -88,7 +88,7 @@ class FairLane:
         return left
 
     def _lift(self, share: Share) -> None:
-        """A tenant begins to wait: at the least counter of the others of its priority, or the last one's."""
+        """Raise a tenant's counter when it starts to wait: to the lowest counter of its priority, or the last one's."""
         others = [self._served[each.tenant] for each in self._shares.values() if each.priority == share.priority]
         least = min(others) if others else self._last.get(share.priority, 0.0)
         self._served[share.tenant] = max(self._served.get(share.tenant, 0.0), least)
@@ -98,11 +98,11 @@ class FairLane:
         self._served[tenant] += tokens / self._shares[tenant].weight
 
     def _turns(self, budget_tokens: int, budget_texts: int | None) -> dict[int, int]:
-        """How many of its oldest texts each tenant has in the next batch, which one text at least fits.
+        """Return how many of its oldest texts each tenant has in the next batch, which fits at least one text.
 
-        A tenant's counter before each of its texts is known at once, and the texts go in the order of these counters:
-        the same as taking them one by one from the tenant whose counter is least. What is left of a tenant without a
-        text among them may be dead, and is removed.
+        A tenant's counter before each of its texts is known, so texts are sorted by it; this equals taking one text at
+        a time from the tenant with the lowest counter. A tenant without a text in the batch may only have expired ones,
+        which are removed.
         """
         turns: dict[int, int] = {}
         for priority in sorted({share.priority for share in self._shares.values()}):
@@ -120,7 +120,7 @@ class FairLane:
 
 
 class _Part:
-    """The texts of a tenant in a batch: its oldest ones, as `runs` of a length and a number each."""
+    """The texts of a tenant in a batch: its oldest, as `runs` of a length and a number each."""
 
     __slots__ = ("buckets", "counter", "runs", "tenant", "texts", "tokens", "waiting", "weight")
 
@@ -133,7 +133,7 @@ class _Part:
         self.tokens = self.texts = 0
 
     def take_below(self, level: float, most_texts: int | None) -> bool:
-        """Take the texts whose counter is below `level`; False where fewer wait than was thought, as some are dead."""
+        """Take the texts whose counter is below `level`; False if fewer wait than counted, since some have expired."""
         wanted = self.waiting
         if level < math.inf:
             wanted = min(wanted, math.ceil((level - self.counter) * self.weight))
@@ -160,8 +160,8 @@ class _Part:
 
 
 def _fill(parts: Sequence[_Part], budget_tokens: int, budget_texts: int | None) -> None:
-    """Have the parts take the first texts in the order of their counters, enough for the budget or all there are."""
-    while True:  # once, and again where texts are dead that were counted
+    """Let the parts take the first texts by counter, enough for the budget or all there are."""
+    while True:  # repeated if counted texts turn out to have expired
         level = _level(parts, budget_tokens)
         waits = [part.take_below(level, budget_texts) for part in parts]
         if all(waits):
@@ -169,7 +169,7 @@ def _fill(parts: Sequence[_Part], budget_tokens: int, budget_texts: int | None) 
 
 
 def _level(parts: Sequence[_Part], budget_tokens: float) -> float:
-    """The counter that all reach who share the budget, as if texts could be divided; infinite if all texts fit."""
+    """Return the counter that all tenants reach with this budget if texts were divisible; infinite if all texts fit."""
     points = [(part.counter, part.weight) for part in parts]
     points += [(part.counter + part.waiting / part.weight, -part.weight) for part in parts]
     level, slope = 0.0, 0
@@ -182,7 +182,7 @@ def _level(parts: Sequence[_Part], budget_tokens: float) -> float:
 
 
 def _cut(parts: Sequence[_Part], budget_tokens: int, budget_texts: int | None, least: int) -> None:
-    """Put back the last texts in the order of their counters until both budgets hold; `least` texts are left."""
+    """Put back the last texts by counter until both budgets hold; at least `least` texts stay."""
     tokens, texts = sum([part.tokens for part in parts]), sum([part.texts for part in parts])
     order = [(-part.last, -part.tenant, part) for part in parts if part.runs]
     heapify(order)
@@ -198,18 +198,18 @@ def _cut(parts: Sequence[_Part], budget_tokens: int, budget_texts: int | None, l
 
 
 class HasShare(Protocol):
-    """What waits for its tenant's turn."""
+    """An item that waits for its tenant's turn."""
 
     @property
     def share(self) -> Share:
-        """Whose it is."""
+        """The share that it belongs to."""
 
 
 ItemT = TypeVar("ItemT", bound=HasShare)
 
 
 class TenantTurns(Generic[ItemT]):
-    """A queue like a deque, in which the tenants take turns: none waits for all that another has sent."""
+    """A queue like a deque in which tenants take turns, so that none waits for all that another has sent."""
 
     def __init__(self) -> None:
         self._of: dict[int, deque[ItemT]] = {}  # the tenant whose turn it is first
@@ -232,7 +232,7 @@ class TenantTurns(Generic[ItemT]):
         waiting.append(item)
 
     def appendleft(self, item: ItemT) -> None:
-        """Put back what was taken: it is its tenant's next one."""
+        """Put back an item that was taken: it is its tenant's next one."""
         tenant = item.share.tenant
         waiting = self._of.get(tenant)
         if waiting is None:
@@ -240,7 +240,7 @@ class TenantTurns(Generic[ItemT]):
         waiting.appendleft(item)
 
     def popleft(self) -> ItemT:
-        """The next item of the tenant whose turn it is."""
+        """Return the next item of the tenant whose turn it is."""
         tenant = next(iter(self._of))
         waiting = self._of[tenant]
         item = waiting.popleft()
@@ -254,7 +254,7 @@ class TenantTurns(Generic[ItemT]):
         self._of.clear()
 
     def part_before(self, tenant: int) -> float:
-        """The part of the items that have their turn before a further one of a tenant, 1 for all."""
+        """Return the share of the items that come before a further item of a tenant; 1 for all."""
         if self._of.keys() <= {tenant}:
             return 1.0
         own = len(self._of[tenant]) if tenant in self._of else 0

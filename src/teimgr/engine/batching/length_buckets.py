@@ -1,4 +1,4 @@
-"""The texts that wait in a lane for one tenant, by length and by age, and the batches that are made of them."""
+"""The texts of one tenant that wait in a lane, by length and age, and the batches made from them."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class QueueEntry:
         return self.job.deadline is not None and now + token_s * self.length > self.job.deadline
 
     def some(self, which: Sequence[int]) -> QueueEntry:
-        """Some of its rows, by their position, as another entry; this one is of no more use."""
+        """Return another entry with some of its rows, by position; this entry must not be used afterwards."""
         return QueueEntry(self.job, self.rows[which], self.encoded.part(which), self.enqueued_ns)
 
     def split(self, texts: int) -> QueueEntry:
-        """Take the first rows from this entry, fewer than it has, into another one."""
+        """Move the first rows, fewer than it has, from this entry into a new one."""
         first = QueueEntry(self.job, self.rows[:texts], self.encoded.part(slice(texts)), self.enqueued_ns)
         self.rows, self.encoded = self.rows[texts:], self.encoded.part(slice(texts, None))
         self.texts -= texts
@@ -56,7 +56,7 @@ class QueueEntry:
 
 
 def halves(entries: Sequence[QueueEntry]) -> tuple[list[QueueEntry], list[QueueEntry]]:
-    """The entries of a batch of two texts at least in two parts with as many texts, or one more in the second."""
+    """Split the entries of a batch of at least two texts into halves; the second may have one text more."""
     left = sum(entry.texts for entry in entries) // 2
     first: list[QueueEntry] = []
     second: list[QueueEntry] = []
@@ -71,7 +71,7 @@ def halves(entries: Sequence[QueueEntry]) -> tuple[list[QueueEntry], list[QueueE
 
 @dataclass(slots=True)
 class BatchDraft:
-    """The entries of the next batch, and those whose deadline passed while they waited."""
+    """The entries of the next batch, and those that expired while they waited."""
 
     entries: list[QueueEntry] = field(default_factory=list)
     expired: list[QueueEntry] = field(default_factory=list)
@@ -79,7 +79,7 @@ class BatchDraft:
     tokens: int = 0
 
     def room(self, length: int, budget_tokens: int, budget_texts: int | None) -> int:
-        """How many more texts of `length` tokens fit both budgets; one at least fits an empty batch."""
+        """Return how many more texts of `length` tokens fit both budgets; an empty batch fits at least one."""
         room = (budget_tokens - self.tokens) // length
         if budget_texts is not None:
             room = min(room, budget_texts - self.texts)
@@ -87,13 +87,14 @@ class BatchDraft:
 
 
 class LengthBuckets:
-    """The waiting entries of one tenant in a lane, by length and age; `QueueEntry.is_late` has `now` and `token_s`."""
+    """The waiting entries of one tenant in a lane, by length and age; `now` and `token_s` are as in
+    `QueueEntry.is_late`."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.texts = 0
         self._by_length: dict[int, deque[QueueEntry]] = {}
-        self._lengths: list[int] = []  # ascending, of the buckets that hold something
+        self._lengths: list[int] = []  # ascending, of non-empty buckets
         self._by_age: deque[QueueEntry] = deque()  # taken entries leave it when they reach its head
 
     def put(self, entry: QueueEntry) -> None:
@@ -109,9 +110,10 @@ class LengthBuckets:
     def take(
         self, draft: BatchDraft, budget_tokens: int, budget_texts: int | None, now: float, token_s: float = 0.0
     ) -> None:
-        """Move the oldest texts and those of nearest length into `draft`, within both budgets, and late ones before.
+        """Move the oldest texts and those of nearest length into `draft`, within both budgets, and expired ones before
+        them.
 
-        Of the last entry as many rows are taken as fit; it keeps its place with the others.
+        The last entry may be taken in part; its remaining rows keep their place.
         """
         oldest = self._oldest(draft, now, token_s)
         if oldest is None:
@@ -128,7 +130,7 @@ class LengthBuckets:
                 break
 
     def take_oldest(self, texts: int, draft: BatchDraft, now: float, token_s: float = 0.0) -> None:
-        """Move the oldest texts into `draft`, as many as there are at most, and late ones before them."""
+        """Move up to `texts` of the oldest texts into `draft`, and expired ones before them."""
         while (head := self._oldest(draft, now, token_s)) is not None and texts > 0:
             bucket = self._by_length[head.length]
             part = bucket.popleft() if head.texts <= texts else head.split(texts)
@@ -138,7 +140,8 @@ class LengthBuckets:
                 self._drop_bucket(head.length)
 
     def oldest(self, tokens: int, texts: int | None) -> list[tuple[int, int]]:
-        """Length and number of the oldest waiting texts, up to the one that reaches `tokens`; at most `texts`."""
+        """Return length and number of the oldest waiting texts, up to the one that reaches `tokens`; at most
+        `texts`."""
         runs: list[tuple[int, int]] = []
         for entry in self._by_age:
             if entry.taken or entry.job.cancelled:
@@ -164,7 +167,7 @@ class LengthBuckets:
         return waiting
 
     def _oldest(self, draft: BatchDraft, now: float, token_s: float) -> QueueEntry | None:
-        """The oldest live entry, which is also the head of its bucket; dead ones before it are removed."""
+        """Return the oldest live entry, which is also the head of its bucket; expired entries before it are removed."""
         while self._by_age:
             head = self._by_age[0]
             if not head.taken and not head.job.cancelled and not head.is_late(now, token_s):
@@ -178,7 +181,7 @@ class LengthBuckets:
         return None
 
     def _nearest_lengths(self, anchor: int) -> Iterator[int]:
-        """The waiting lengths by distance from `anchor`, the shorter of two equally near ones first."""
+        """Yield the waiting lengths by distance from `anchor`, the shorter of two equally near ones first."""
         above = bisect_left(self._lengths, anchor)
         below = above - 1
         lengths = self._lengths.copy()

@@ -1,6 +1,6 @@
-"""Pinned host memory for copies between host and device: a few buffers that are used again and again.
+"""Pinned host memory for copies between host and device: a few buffers that are reused.
 
-Only from pinned memory a copy runs beside the host and the kernels, and to pin memory takes longer than to copy it.
+Only copies from pinned memory overlap with the host and the kernels, and pinning memory takes longer than copying it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _MAX_BYTES = 32 << 20  # of one buffer that is kept
 
 
 class Event(Protocol):
-    """A mark among what a device has to do, as `torch.cuda.Event`."""
+    """An event in a device's queue of work, as `torch.cuda.Event`."""
 
     def record(self) -> None:
-        """Set the mark behind everything that this thread has launched."""
+        """Record the event after everything that this thread has launched."""
 
     def query(self) -> bool:
-        """True if the device has come to the mark."""
+        """True if the device has reached the event."""
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has reached the event."""
 
 
 def pinned_memory(size: int) -> Tensor:
-    """So many bytes of pinned memory."""
-    with torch.inference_mode(False):  # else it could be written in that mode alone
+    """Allocate `size` bytes of pinned memory."""
+    with torch.inference_mode(False):  # else it would be writable in inference mode only
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
@@ -45,8 +45,8 @@ class _Buffer:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.is_taken = True
-        self.copied: Event | None = None  # after which it may be taken again
-        self.event: Event | None = None  # made once, recorded for every copy
+        self.copied: Event | None = None  # after which it may be reused
+        self.event: Event | None = None  # made once, recorded at every copy
 
     def is_free(self) -> bool:
         if not self.is_taken and self.copied is not None and self.copied.query():
@@ -55,7 +55,7 @@ class _Buffer:
 
 
 class Loan:
-    """Pinned memory of a ring, uint8 [size]; it belongs to the borrower until one of both methods is called, once."""
+    """Pinned memory of a ring, uint8 [size]; the borrower owns it until it calls one of the two methods, once."""
 
     def __init__(self, memory: Tensor, buffer: _Buffer | None, events: Callable[[], Event]) -> None:
         self.memory = memory
@@ -70,13 +70,13 @@ class Loan:
             buffer.copied, buffer.is_taken = buffer.event, False
 
     def free(self) -> None:
-        """Give it back: neither the device nor anyone else uses it any more."""
+        """Give it back; neither the device nor the borrower may use it afterwards."""
         if self._buffer is not None:
             self._buffer.is_taken = False
 
 
 class PinnedRing:
-    """At most `buffers` pieces of pinned memory; for more at a time, or larger ones, memory is allocated for each.
+    """At most `buffers` pieces of pinned memory; further or larger requests allocate their own.
 
     Safe from any thread; never waits for the device.
     """
@@ -106,8 +106,8 @@ class PinnedRing:
         return Loan(memory, buffer, self._events)
 
     def _free_buffer(self, size: int) -> _Buffer | None:
-        """The smallest free buffer that is large enough, or a new one, in place of a free smaller one where there are
-        as many as may be."""
+        """Return the smallest free buffer that is large enough, or a new one, which replaces a smaller free one if
+        the ring is full."""
         with self._lock:
             free = sorted((each for each in self._buffers if each.is_free()), key=lambda each: len(each.memory))
             found = next((each for each in free if len(each.memory) >= size), None)
@@ -124,6 +124,6 @@ class PinnedRing:
 
 
 INPUTS = PinnedRing(32)
-"""For what goes to the device: some eight arrays a batch."""
+"""For copies to the device: some eight arrays a batch."""
 RESULTS = PinnedRing(16)
-"""For what comes back: up to three arrays a batch, kept until the finisher has written them into jobs."""
+"""For copies from the device: up to three arrays a batch, kept until the finisher has written them into jobs."""

@@ -1,10 +1,10 @@
 """The queue between tokenizer and device: two lanes, batches bounded by tokens, no starvation.
 
-Scheduling only: needs neither torch nor a model. An entry holds the rows of a job that were tokenized together and have
-equal length, so texts in bulk cost nothing each. The rules of `next_batch`:
+Scheduling only: needs neither torch nor a model. An entry holds the rows of a job that were tokenized together and
+have equal length, so bulk texts cost nothing each. The rules of `next_batch`:
 
-1. Cancelled entries are dropped; entries whose deadline is past, or would be before the device could have computed
-   one of their texts, are returned separately, to be failed.
+1. Cancelled entries are dropped. Entries whose deadline has passed, or will pass before the device could compute one
+   of their texts, are returned separately, to be failed.
 2. The interactive lane goes first. While bulk entries wait behind it, every interactive batch earns the bulk lane
    credit, and with enough credit one bulk batch goes between, so that bulk keeps about `bulk_share` of the device.
 3. A batch holds the lane's oldest texts and then those of nearest length, until a bound is reached. So no text
@@ -31,23 +31,23 @@ from teimgr.engine.job import Lane, Share
 __all__ = ["BatchDraft", "EntryQueue", "LengthBuckets", "QueueEntry", "halves"]
 
 MIN_TOKENS = 256
-"""The least bound on a batch's tokens that running out of memory teaches."""
+"""The lowest limit on a batch's tokens after batches that ran out of memory."""
 _RAISE_AFTER_S = 60.0
-_SAMPLE_S = 0.1  # batches shorter than this are counted together
+_SAMPLE_S = 0.1  # shorter batches are counted together
 _SAMPLES = 32
 _MAX_AGE_S = 30.0
 _KNOWN_S = 0.05  # computing a throughput for every call would cost each some percent
-# Fewer give no estimate: the first batches after a start are slow, and one slow text would stand for all.
+# Fewer samples give no estimate: the first batches after a start are slow, and one slow text would decide alone.
 _MIN_SAMPLES = 4
 
 
-# Texts and tokens of a lane that are tokenized ahead of the device, at least that many batches: a text that is an entry
-# on its own takes some hundred bytes more than its characters.
+# Texts and tokens per lane to tokenize ahead of the device, in batches at least: a text that is a separate entry
+# takes some hundred bytes more than its characters.
 _AHEAD_TEXTS = 32_768
 _AHEAD_TOKENS = 2**20
 _AHEAD_BATCHES = 4
 
-# The fixed cost of a batch in tokens: one short query alone keeps the device busy for about this much.
+# The fixed cost of a batch in tokens: one short query alone occupies the device for about this long.
 BATCH_OVERHEAD_TOKENS = 64
 
 
@@ -74,31 +74,30 @@ class _Sample:
 
 
 class LaneThroughput:
-    """Tokens of batches that left more of their lane waiting, and the time until its next one. Times are monotonic.
+    """Tokens of batches that left texts waiting in their lane, and the time until its next batch. Times are monotonic.
 
-    Only these count: a batch that took all that waited may have been small, and its cost per token high. What comes
-    while it is computed waits without a token of its lane, for seconds where other processes have the cores.
-    Whatever slows a lane is in it: the device, the tokenizer, the other lane, other processes.
+    Other batches do not count: a batch that took everything may be small, with a high cost per token. The figure
+    includes whatever slows a lane: the device, the tokenizer, the other lane, other processes.
     """
 
     def __init__(self) -> None:
         self._samples: dict[Lane, deque[_Sample]] = {lane: deque(maxlen=_SAMPLES) for lane in Lane}
-        self._last: dict[Lane, tuple[float, int]] = {}  # the last batch of a lane in which more waits since
-        self._known: dict[Lane, tuple[float, float | None]] = {}  # a moment, and the throughput then
+        self._last: dict[Lane, tuple[float, int]] = {}  # the last batch of each lane that still has texts waiting
+        self._known: dict[Lane, tuple[float, float | None]] = {}  # time, and the throughput computed then
 
     def took(self, now: float, lane: Lane, tokens: int, waiting: Collection[Lane]) -> None:
-        """A batch of `lane` leaves the queue; in the lanes `waiting` more is left."""
+        """Record a batch of `lane`; the lanes in `waiting` still have texts."""
         if (last := self._last.get(lane)) is not None:
             self._add(lane, last[0], now, last[1])
         self._last[lane] = now, tokens
         self._last = {one: last for one, last in self._last.items() if one in waiting}
 
     def idle(self) -> None:
-        """Nothing waits in any lane: the time until the next batch does not count."""
+        """Record that nothing waits in any lane: the time until the next batch does not count."""
         self._last.clear()
 
     def tokens_per_s(self, lane: Lane, now: float) -> float | None:
-        """None if the lane had no recent backlog. The slowest sample does not count."""
+        """Return the throughput; None if the lane had no recent backlog. The slowest sample is ignored."""
         known = self._known.get(lane)
         if known is None or now - known[0] > _KNOWN_S:
             known = self._known[lane] = now, self._computed(lane, now)
@@ -123,11 +122,11 @@ class LaneThroughput:
 
 
 class TokenCap:
-    """The most tokens of a batch: `most`, and fewer after a batch did not fit; used by one thread.
+    """The maximum tokens of a batch: `most`, and fewer after a batch ran out of memory; used by one thread.
 
-    What is short may be another process's memory, so the bound is doubled after every minute without such a batch. A
-    batch that runs out of memory costs several times its own time: it is computed in vain, and memory that torch keeps
-    is given back.
+    Another process may have taken the memory, so the limit is doubled after every minute without such a batch. A batch
+    that runs out of memory costs several times its own time: it is computed in vain, and memory that torch keeps is
+    given back.
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -143,27 +142,27 @@ class TokenCap:
         return self._tokens
 
     def did_not_fit(self, tokens: int) -> None:
-        """A batch of this many tokens ran out of memory."""
+        """Lower the limit after a batch of this many tokens ran out of memory."""
         self._tokens = min(self._tokens, max(MIN_TOKENS, tokens // 2))
         self._changed_at = self._clock()
 
 
 class Feeder(Protocol):
-    """What puts entries into the queue."""
+    """Puts entries into the queue."""
 
     def waiting(self, lane: Lane) -> int:
-        """Tokens of a lane on their way to the queue."""
+        """Return the tokens of a lane on their way to the queue."""
 
     def room_was_made(self) -> None:
-        """Entries have left; called without the queue's lock."""
+        """Called without the queue's lock after entries have left."""
 
 
 class EntryQueue:
     """Entries of both lanes; any thread puts, one thread takes the batches of a lane.
 
-    `clock` gives monotonic seconds, `token_s` the seconds that a token takes at least.
+    `clock` returns monotonic seconds, `token_s` the least seconds per token.
 
-    After `close` the remaining entries are still served, after `abandon` none.
+    After `close` the remaining entries are still served; after `abandon` none are.
     """
 
     def __init__(
@@ -175,11 +174,11 @@ class EntryQueue:
         self._limits = limits
         self._clock = clock
         lock = threading.Lock()
-        self._changed = threading.Condition(lock)  # of what a thread that takes both lanes, or bulk, waits for
+        self._changed = threading.Condition(lock)  # signals a thread that takes both lanes, or bulk
         self._has_queries = threading.Condition(lock) if limits.own_threads else self._changed
         self.token_s = token_s
         self._lanes = {lane: FairLane() for lane in Lane}
-        self.token_cap = TokenCap(limits.tokens, clock)  # of the threads that take batches
+        self.token_cap = TokenCap(limits.tokens, clock)  # used by the threads that take batches
         self._bulk_credit = 0.0
         self._interactive_seen = -float("inf")
         self._closed = False
@@ -188,11 +187,11 @@ class EntryQueue:
         self._feeder: Feeder | None = None
 
     def fed_by(self, feeder: Feeder) -> None:
-        """Tell `feeder` when there is room, and count what waits there."""
+        """Notify `feeder` when there is room, and count what waits there."""
         self._feeder = feeder
 
     def waiting_before(self, lane: Lane) -> int:
-        """Tokens of a lane on their way to the queue."""
+        """Return the tokens of a lane on their way to the queue."""
         return self._feeder.waiting(lane) if self._feeder is not None else 0
 
     def put(self, entries: Iterable[QueueEntry]) -> None:
@@ -213,15 +212,16 @@ class EntryQueue:
         return tokens <= self.token_cap.tokens and (self._limits.texts is None or texts <= self._limits.texts)
 
     def queries_were_served(self) -> None:
-        """Queries that never were in the queue: bulk batches are small for a while, as after some in it."""
+        """Keep bulk batches small for a while after queries that bypassed the queue, as after queries in it."""
         self._interactive_seen = self._clock()
 
     def next_batch(self, timeout_s: float, lanes: Sequence[Lane] = tuple(Lane)) -> BatchDraft | None:
-        """The next batch of `lanes`; an empty one after `timeout_s` without entries; None once closed and empty."""
+        """Return the next batch of `lanes`; an empty one after `timeout_s` without entries; None once closed and
+        empty."""
         changed = self._has_queries if lanes == (Lane.INTERACTIVE,) else self._changed
         with changed:
             if not len(self) and not any(map(self.waiting_before, Lane)):
-                self._throughput.idle()  # what seemed to wait at the last batch was in it, or was cancelled since
+                self._throughput.idle()  # entries that seemed to wait were in the last batch, or have been cancelled
             changed.wait_for(lambda: self._closed or self._texts(lanes), timeout_s)
             if self._abandoned or (self._closed and not self._texts(lanes)):
                 return None
@@ -240,7 +240,7 @@ class EntryQueue:
         return self._lanes[lane].tokens
 
     def tokens_before(self, lane: Lane, share: Share) -> int:
-        """Tokens that are taken before a further text of a tenant."""
+        """Return the tokens that are taken before a further text of a tenant."""
         with self._changed:
             return self._lanes[lane].tokens_before(share)
 
@@ -248,12 +248,12 @@ class EntryQueue:
         return self._lanes[lane].texts
 
     def tokens_per_s(self, lane: Lane) -> float | None:
-        """Throughput of a lane that has a backlog; None if it had no recent one."""
+        """Return the throughput of a lane with a backlog; None if it had none recently."""
         with self._changed:
             return self._throughput.tokens_per_s(lane, self._clock())
 
     def has_room(self, lane: Lane) -> bool:
-        """True if more of `lane` should be tokenized; else enough waits for full batches of equal lengths."""
+        """True if more of `lane` should be tokenized; False if enough waits for full batches of equal lengths."""
         waiting, ahead = self._lanes[lane], max(_AHEAD_TOKENS, _AHEAD_BATCHES * self._limits.tokens)
         return waiting.texts < _AHEAD_TEXTS and waiting.tokens < ahead
 

@@ -23,11 +23,11 @@ from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 
 _TRIAL_LENGTHS = (3, 5, 5)
 _TOLERANCE = 1e-4  # between float32 logits, relative to the largest; the row of a wrong token differs far more
-_ROW_STEP = 8  # oneDNN creates and caches a kernel for every number of rows
+_ROW_STEP = 8  # oneDNN creates and caches a kernel per number of rows
 
 
 class LibraryHead:
-    """The part of a transformers `module` behind its backbone; between calls `module` is unchanged. Calls of several
+    """The part of a transformers `module` after its backbone; `module` is unchanged between calls. Calls from several
     threads run one after the other, since the module has one stub.
 
     Raises:
@@ -44,22 +44,23 @@ class LibraryHead:
         self._stubbed = threading.Lock()
         config = module.config.get_text_config()
         if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = -1  # no token has it: without any padding id decoders refuse batches
+            config.pad_token_id = -1  # an id that no token has: decoders refuse batches without a padding id
 
     def texts(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """[texts, length, H] of equal length, with their ids for heads that use them → float32 [texts, labels]."""
+        """Map texts of equal length, [texts, length, H], to float32 [texts, labels]; `ids` are for heads that use
+        them."""
         if ids is None:
             ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         with self._stubbed_backbone(hidden):
             return self.module(input_ids=ids).logits.float()  # type: ignore[no-any-return]
 
     def rows(self, rows: Tensor) -> Tensor:
-        """[N, H], one row per text → float32 [N, labels]."""
+        """Map one row per text, [N, H], to float32 [N, labels]."""
         idle = 0 if gpu.is_gpu(rows.device) else -len(rows) % _ROW_STEP
         return self.texts(functional.pad(rows, (0, 0, 0, idle)).unsqueeze(1))[: len(rows)]
 
     def tokens(self, hidden: Tensor) -> Tensor:
-        """[T, H] → [T, vocabulary] in the model's dtype, each token on its own."""
+        """Map each token separately: [T, H] → [T, vocabulary] in the model's dtype."""
         ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
         with self._stubbed_backbone(hidden.unsqueeze(0)):
             return self.module(input_ids=ids).logits[0]  # type: ignore[no-any-return]
@@ -77,7 +78,7 @@ class LibraryHead:
 
 
 class _StubBackbone(nn.Module):
-    """Replaces a backbone: returns `hidden` and the backbone's own pooling of it, whatever the inputs."""
+    """Replaces a backbone: returns `hidden` and the backbone's own pooling of it, for any inputs."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()
@@ -92,9 +93,10 @@ class _StubBackbone(nn.Module):
 
 
 def _pooler(backbone: Any) -> Callable[[Tensor], Tensor] | None:
-    """Computes `pooler_output` from [texts, length, H]. ALBERT's pooler is a bare linear layer for the first token.
+    """Return the function for `pooler_output` from [texts, length, H]. ALBERT's pooler is a linear layer on the first
+    token.
 
-    The module is looked up with every call: its layers may be replaced later.
+    The module is looked up at every call, since its layers may be replaced later.
     """
     pooler = getattr(backbone, "pooler", None)
     if pooler is None:
@@ -106,7 +108,7 @@ def _pooler(backbone: Any) -> Callable[[Tensor], Tensor] | None:
 
 @dataclass(frozen=True, slots=True)
 class HeadTrial:
-    """A few short texts: their batch, hidden states [T, H], and the logits of the whole model, one by one."""
+    """A few short texts: their batch, hidden states [T, H], and the whole model's logits, text by text."""
 
     batch: PackedBatch
     hidden: Tensor
@@ -115,7 +117,7 @@ class HeadTrial:
     @classmethod
     @torch.inference_mode()
     def of(cls, head: LibraryHead) -> HeadTrial:
-        """Run random ids through the library's forward; one text ends in the padding token, which some heads skip."""
+        """Run random ids through the library's forward; one text ends with the padding token, which some heads skip."""
         batch = pack([Encoded(ids) for ids in _trial_ids(head.module)])
         device = head.module.device
         hidden, logits = [], []
@@ -126,7 +128,7 @@ class HeadTrial:
         return cls(batch, torch.cat(hidden), tuple(logits))
 
     def is_token_wise(self, head: LibraryHead) -> bool:
-        """True if the head maps each token on its own, so that it can run on a packed row."""
+        """True if the head maps each token separately, so that it can run on a packed row."""
         return self.matches(head.tokens(self.hidden).float(), torch.cat(self.logits))
 
     def matches(self, logits: Tensor, reference: Tensor) -> bool:

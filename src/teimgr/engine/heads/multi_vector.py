@@ -18,7 +18,7 @@ from teimgr.models.layout import LateInteraction, Listwise
 
 
 class MultiVectorHead:
-    """`projections` of the kept tokens, in float32, normalised if the model does so."""
+    """Projects the kept tokens in float32, and normalises them if the model does so."""
 
     def __init__(self, projections: nn.Sequential, late: LateInteraction, width: int) -> None:
         self.width = width
@@ -28,7 +28,7 @@ class MultiVectorHead:
         self._skip_in_queries = late.skip_in_queries
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """MULTI_VECTOR rows; a text that has only skipped tokens gets none."""
+        """Return MULTI_VECTOR rows; a text with only skipped tokens has none."""
         kept = self._kept(batch)
         if kept is not None:
             hidden = hidden[to_device(np.flatnonzero(kept), hidden.device)]
@@ -38,7 +38,7 @@ class MultiVectorHead:
         return Rows(vectors, to_device(offsets(kept, batch), hidden.device))
 
     def _kept(self, batch: PackedBatch) -> NDArray[np.bool_] | None:
-        """Which tokens have a vector, bool [T]; None if all have."""
+        """Return which tokens have a vector, bool [T]; None if all have."""
         if len(self._skipped) == 0:
             return None
         kept = ~np.isin(batch.ids, self._skipped)
@@ -48,7 +48,7 @@ class MultiVectorHead:
 
 
 def offsets(kept: NDArray[np.bool_] | None, batch: PackedBatch) -> NDArray[np.int64]:
-    """The borders of the texts among the kept tokens, [N + 1]."""
+    """Return the borders of the texts among the kept tokens, int64 [N + 1]."""
     borders = batch.cu_seqlens.astype(np.int64)
     if kept is None:
         return borders
@@ -57,7 +57,7 @@ def offsets(kept: NDArray[np.bool_] | None, batch: PackedBatch) -> NDArray[np.in
 
 
 class M3SparseHead:
-    """A token's weight is relu(linear(hidden)), an id's the maximum of its tokens'. `unused_ids` have none."""
+    """BGE-M3's sparse weights: relu(linear(hidden)) per token, the maximum per id; `unused_ids` have none."""
 
     def __init__(self, linear: nn.Linear, unused_ids: tuple[int, ...], vocabulary: int) -> None:
         self.width = vocabulary
@@ -65,7 +65,7 @@ class M3SparseHead:
         self._unused = np.array(unused_ids, dtype=np.int64)
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """SPARSE rows. Weights of 0 are removed on the host, so that nothing waits for the device here."""
+        """Return SPARSE rows. The host removes weights of 0, so that nothing waits for the device here."""
         tokens, places, texts, ids = self._entries(batch)
         of_token = self._linear(hidden.float()).relu().squeeze(1)[to_device(tokens, hidden.device)]
         weights = torch.zeros(len(ids), device=hidden.device)
@@ -74,7 +74,7 @@ class M3SparseHead:
         return Rows(weights, to_device(borders, hidden.device), to_device(ids, hidden.device))
 
     def _entries(self, batch: PackedBatch) -> tuple[NDArray[np.int64], ...]:
-        """The tokens that count with the entry of each; then the text and the id of each entry, ascending."""
+        """Return the tokens that count and the entry of each, then the text and the id of each entry, ascending."""
         tokens = np.flatnonzero(~np.isin(batch.ids, self._unused))
         text_of = np.repeat(np.arange(batch.texts, dtype=np.int64), np.diff(batch.cu_seqlens))
         keys, places = np.unique(text_of[tokens] * self.width + batch.ids[tokens], return_inverse=True)
@@ -82,7 +82,7 @@ class M3SparseHead:
 
 
 class M3MultiVectorHead:
-    """linear(hidden) of every token but the first, normalised."""
+    """BGE-M3's vectors: linear(hidden) of every token but the first, normalised."""
 
     def __init__(self, linear: nn.Linear) -> None:
         self.width = linear.out_features
@@ -95,7 +95,7 @@ class M3MultiVectorHead:
 
 
 def load_linear(path: Path, device: torch.device) -> nn.Linear:
-    """The float32 layer whose `weight` and `bias` are in a file of torch.save.
+    """Load a float32 layer whose `weight` and `bias` are in a file of torch.save.
 
     Raises:
         ModelLoadFailed: the file cannot be read as such.
@@ -110,7 +110,7 @@ def load_linear(path: Path, device: torch.device) -> nn.Linear:
 
 
 class MarkedVectorsHead:
-    """`projections` of the hidden states at the marks: of each document in its order, and of the query, the last."""
+    """Projects the hidden states at the marks: of each document in order, then of the query."""
 
     def __init__(self, projections: nn.Sequential, listwise: Listwise, width: int) -> None:
         self.width = width
@@ -118,14 +118,14 @@ class MarkedVectorsHead:
         self._marks = np.array((listwise.document_id, listwise.query_id), dtype=np.int64)
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """MULTI_VECTOR rows."""
+        """Return MULTI_VECTOR rows."""
         marked = np.isin(batch.ids, self._marks)
         at_marks = hidden[to_device(np.flatnonzero(marked), hidden.device)]
         return Rows(self._projections(at_marks.float()), to_device(offsets(marked, batch), hidden.device))
 
 
 class OnlyDocumentHead:
-    """The score of a list of one document: the cosine of the first marked vector with the last."""
+    """Scores a list of one document: the cosine of the first marked vector and the last."""
 
     def __init__(self, vectors: MarkedVectorsHead) -> None:
         self.width = 1

@@ -1,4 +1,4 @@
-"""Pooling of a packed row: one vector per text from one per token; sums are float32 in every dtype."""
+"""Pooling of a packed row: from one vector per token to one per text; sums are float32 in every dtype."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from teimgr.engine.batching.batch import PackedBatch, Run, to_device
 from teimgr.engine.heads import Rows
 from teimgr.engine.native_library import address, native_library
 
-_FEW_RUNS = 8  # of equal lengths in a batch on a GPU
+_FEW_RUNS = 8  # runs of equal length in a batch on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The pooled tokens of each text: int64 [N] each, on the device. `begins` is the start of the text itself.
+    """The pooled tokens of each text: int64 [N] each, on the device. `begins` is where the text itself starts.
 
-    `runs` is set where the texts are better reduced run by run.
+    `runs` is set if reducing the texts run by run is faster.
     """
 
     begins: Tensor
@@ -32,7 +32,7 @@ class Segments:
 
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> Segments:
-        """Those of `batch`; a prompt that is not pooled lies between `begins` and `starts`."""
+        """Make the segments of `batch`; a prompt that is not pooled lies between `begins` and `starts`."""
         borders = to_device(batch.cu_seqlens.astype(np.int64), device)
         begins, stops = borders[:-1], borders[1:]
         if batch.prompt_lens is None:
@@ -42,14 +42,15 @@ class Segments:
 
     @property
     def lengths(self) -> Tensor:
-        """Pooled tokens per text, float32 [N, 1]."""
+        """Return the pooled tokens per text, float32 [N, 1]."""
         return (self.stops - self.starts).float().unsqueeze(1)
 
     def reduce(self, values: Tensor, how: str) -> Tensor:
-        """`sum` or `max` over the pooled tokens: [T, H] → [N, H].
+        """Compute the `sum` or `max` over the pooled tokens: [T, H] → [N, H].
 
-        The kernel takes segments without gaps, so prompt and rest of a text are two segments. On a GPU it has one
-        thread per number of the result, which adds up the tokens one after the other: few runs are faster.
+        The kernel takes segments without gaps, so the prompt and the rest of a text are two segments. On a GPU it uses
+        one thread per number of the result, which adds up the tokens one by one: run by run is faster if there are few
+        runs.
         """
         if self.runs:
             parts = [values[run.start : run.stop].view(run.texts, run.length, -1) for run in self.runs]
@@ -61,19 +62,19 @@ class Segments:
         return torch.segment_reduce(values, how, offsets=borders, axis=0, initial=None)[1::2]
 
     def positions(self, tokens: int) -> Tensor:
-        """1, 2, 3 … within every text, prompt included: float32 [T, 1]."""
+        """Number the tokens of every text from 1, including the prompt: float32 [T, 1]."""
         counts = self.stops - self.begins
         begins = torch.repeat_interleave(self.begins, counts, output_size=tokens)
         return (torch.arange(1, tokens + 1, device=begins.device) - begins).float().unsqueeze(1)
 
 
 def pool(hidden: Tensor, batch: PackedBatch, poolings: Sequence[str]) -> Tensor:
-    """[T, H] of any float type → float32 [N, H × len(poolings)]."""
+    """Pool [T, H] of any float type to float32 [N, H × len(poolings)]."""
     library = native_library()
     is_plain = hidden.dtype is torch.float32 and not gpu.is_gpu(hidden.device) and hidden.is_contiguous()
     if library is not None and tuple(poolings) == ("mean",) and batch.prompt_lens is None and is_plain:
-        # One call in place of ten: behind a forward, which leaves nothing else in the caches, they take a quarter of a
-        # millisecond.
+        # One call instead of ten, which take a quarter of a millisecond after a forward, since it leaves nothing else
+        # in the caches.
         pooled = torch.empty(batch.texts, hidden.shape[1])
         begins = address(batch.cu_seqlens)
         library.pool_mean(hidden.data_ptr(), len(hidden), begins, batch.texts, hidden.shape[1], pooled.data_ptr())
@@ -101,7 +102,7 @@ POOLINGS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
 class DenseHead:
     """Pooling, then `projections`, in float32. Also the score of cross-encoders that are built from such modules.
 
-    Without `poolings` it is given one vector for each text.
+    Without `poolings` its input is one vector per text.
     """
 
     def __init__(self, poolings: Sequence[str], projections: nn.Sequential, width: int) -> None:
@@ -110,23 +111,23 @@ class DenseHead:
         self._projections = projections
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """Neither cut nor normalised by the request's options."""
+        """Return DENSE rows, neither cut nor normalised by the request's options."""
         is_pooled = not self._poolings or (batch.kept is not None and len(hidden) == batch.texts)
         pooled = hidden.float() if is_pooled else pool(hidden, batch, self._poolings)
         return Rows(self._projections(pooled) if len(self._projections) else pooled)
 
     @property
     def is_mean(self) -> bool:
-        """True if it gives the mean of hidden states as it is."""
+        """True if its output is the plain mean of hidden states."""
         return self._poolings == ("mean",) and not len(self._projections)
 
     @property
     def is_token(self) -> bool:
-        """True if it gives the hidden states of a token, that of `token_of`, as they are."""
+        """True if its output is the plain hidden state of the token that `token_of` names."""
         return self._poolings in (("cls",), ("last_token",)) and not len(self._projections)
 
     def token_of(self, batch: PackedBatch) -> NDArray[np.int64] | None:
-        """The only token of each text whose hidden states it reads, [N]; None if it reads others."""
+        """Return the only token of each text whose hidden states it reads, [N]; None if it reads others."""
         if self._poolings == ("cls",):
             return batch.begins if batch.prompt_lens is None else batch.begins + batch.prompt_lens
         return batch.ends - 1 if self._poolings == ("last_token",) else None
@@ -137,8 +138,8 @@ def finish(
 ) -> NDArray[np.float32]:
     """Cut [N, D] to `dimensions`, then scale every row to length 1 (norm in float64); a zero row stays zero.
 
-    `rounded`: round(127 · tanh(x)) before the norm. That belongs to the model, but not to what the fidelity gate
-    compares: the last bit of a number decides about an integer.
+    `rounded`: apply round(127 · tanh(x)) before the norm. That is part of the model, but the fidelity gate does not
+    compare it, since the last bit of a number can change an integer.
     """
     cut = vectors if dimensions is None else vectors[:, :dimensions]
     if rounded:
@@ -155,13 +156,13 @@ def finish(
     norms = np.sqrt(np.einsum("nd,nd->n", cut, cut, dtype=np.float64))
     norms[norms == 0.0] = 1.0
     scaled = np.empty(cut.shape, np.float32)
-    np.divide(cut, norms[:, None], out=scaled, casting="same_kind")  # divided in float64, without an array of it
+    np.divide(cut, norms[:, None], out=scaled, casting="same_kind")  # divided in float64, without an array of float64
     return scaled
 
 
 @torch.inference_mode()
 def finish_on_device(vectors: Tensor, dimensions: int | None, normalize: bool, rounded: bool = False) -> Tensor:
-    """Like `finish`, where the vectors are: cut before they are copied, and nothing is left to the host."""
+    """Like `finish`, on the device of the vectors: cut before they are copied to the host."""
     cut = vectors if dimensions is None else vectors[:, :dimensions]
     if rounded:
         cut = (cut.float().tanh() * 127.0).round()
@@ -171,11 +172,12 @@ def finish_on_device(vectors: Tensor, dimensions: int | None, normalize: bool, r
     return (cut / norms.where(norms != 0.0, 1.0)).float()
 
 
-_SUM, _MEAN = 0, 1  # of `torch.embedding_bag`, whose wrapper in `functional` takes some microseconds
+_SUM, _MEAN = 0, 1  # for `torch.embedding_bag`, whose wrapper in `functional` takes some microseconds
 
 
 class TableMeanHead:
-    """Like mean pooling and `projections`, in float32; rows of tokens are never written out, so `hidden` is unused.
+    """Mean pooling over an embedding table and `projections`, in float32; token rows are never written, so `hidden` is
+    unused.
 
     `mapping` and `weights` are those of `StaticTable`.
     """
@@ -190,7 +192,7 @@ class TableMeanHead:
         self._projections = projections if len(projections) else None
 
     def __call__(self, hidden: Tensor | None, batch: PackedBatch) -> Rows:
-        """Neither cut nor normalised by the request's options."""
+        """Return DENSE rows, neither cut nor normalised by the request's options."""
         ids = to_device(batch.ids, self._table.device)
         borders = to_device(batch.cu_seqlens.astype("int64"), self._table.device)
         places = ids if self._mapping is None else self._mapping[ids]

@@ -1,4 +1,4 @@
-"""The modules behind a pooling or, in late interaction, behind every token: Dense, LayerNorm, Normalize, own code."""
+"""The modules after a pooling or, in late interaction, after every token: Dense, LayerNorm, Normalize, own code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from teimgr.models.bounded_json import read_object
 from teimgr.models.directory import fault_of, weight_files
 from teimgr.models.layout import Dense, LayerNorm, Normalize, OwnModule, Projection
 
-_NAMED_WEIGHTS = 3  # in a message
+_NAMED_WEIGHTS = 3  # in an error message
 
 
 def torch_activation(name: str) -> nn.Module:
-    """The activation module of a dotted name ("torch.nn.modules.activation.Tanh").
+    """Return the activation module of a dotted name ("torch.nn.modules.activation.Tanh").
 
     Raises:
-        ModelLoadFailed: it is not one of torch's, or needs arguments.
+        ModelLoadFailed: it is not an activation of torch, or needs arguments.
     """
     kind = getattr(nn, name.rsplit(".", 1)[-1], None)
     if not name.startswith("torch.nn.") or not (isinstance(kind, type) and issubclass(kind, nn.Module)):
@@ -38,7 +38,7 @@ def torch_activation(name: str) -> nn.Module:
 
 
 class DenseLayer(nn.Module):
-    """One Dense module: activation(linear(x)), plus the residual where the model has one."""
+    """A Dense module: activation(linear(x)), plus the residual if the model has one."""
 
     def __init__(self, dense: Dense) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class NormalizeLayer(nn.Module):
 
 
 class OwnModuleLayer(nn.Module):
-    """One module of the model's own code, which takes and gives the features of sentence-transformers."""
+    """A module of the model's own code, which takes and returns the features of sentence-transformers."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class OwnModuleLayer(nn.Module):
 
 
 def load_projections(projections: Sequence[Projection], device: torch.device) -> nn.Sequential:
-    """The modules in order, in float32, with their weights loaded.
+    """Load the modules in order, in float32, with their weights.
 
     Raises:
         ModelLoadFailed: weights are missing or have another shape, or an activation is not one of torch's.
@@ -96,17 +96,17 @@ def load_projections(projections: Sequence[Projection], device: torch.device) ->
 
 
 def width_behind(projections: Sequence[Projection], width: int) -> int:
-    """The size of a vector of `width` after the modules.
+    """Return the size of a vector of `width` after the modules.
 
     Raises:
-        ModelLoadFailed: a module takes vectors of another size than it is given.
+        ModelLoadFailed: a module expects vectors of another size than it gets.
     """
     if any(isinstance(projection, OwnModule) for projection in projections):
         layers = load_projections(projections, torch.device("cpu"))
         try:
             with torch.inference_mode():
                 return int(layers(torch.ones(1, width)).shape[-1])
-        except Exception as error:  # of any kind: it is the model's own code
+        except Exception as error:  # any error: it is the model's own code
             raise ModelLoadFailed(f"the modules behind the pooling fail: {type(error).__name__}: {error}") from error
     for projection in projections:
         if isinstance(projection, Normalize | OwnModule):
@@ -120,17 +120,17 @@ def width_behind(projections: Sequence[Projection], width: int) -> int:
 
 
 def _load(projection: Projection) -> nn.Module:
-    """The module with its weights; the file may hold those of a transformer too, as in Stanford's ColBERT."""
+    """Load the module with its weights; the file may also hold those of a transformer, as in Stanford's ColBERT."""
     if isinstance(projection, OwnModule):
         return _own_module(projection)
     if not isinstance(projection, Dense | LayerNorm):
         return NormalizeLayer()
-    with torch.device("meta"):  # its config.json may name any size, and the files have the memory
+    with torch.device("meta"):  # its config.json may name any size; memory is allocated by the files
         layer = DenseLayer(projection) if isinstance(projection, Dense) else LayerNormLayer(projection)
     folder = projection.path
     names = tuple(f"{name}." for name, _ in layer.named_children())
     given = {_named(projection, key): value for key, value in read_weights(folder).items()}
-    if not _is_module(folder):  # that of the transformer, whose weights are beside
+    if not _is_module(folder):  # skip the weights of the transformer in the same file
         given = {key: value for key, value in given.items() if key.startswith(names)}
     if unused := sorted(given.keys() - layer.state_dict().keys()):
         raise ModelLoadFailed(
@@ -155,18 +155,18 @@ def _load(projection: Projection) -> nn.Module:
 
 
 def _is_module(folder: Path) -> bool:
-    """True if a directory is a Dense's or a LayerNorm's own."""
+    """True if the directory belongs to a Dense or a LayerNorm module."""
     config = read_object(folder / "config.json") or {}
     return "model_type" not in config and bool({"in_features", "dimension"} & config.keys())
 
 
-# What sentence-transformers gives to a module's `load` besides.
+# Further arguments of a module's `load` in sentence-transformers.
 _LOADING: dict[str, Any] = {"local_files_only": True, "trust_remote_code": True}
 
 
 def _own_module(module: OwnModule) -> OwnModuleLayer:
-    """The module as sentence-transformers loads it: by its directory where `load` has one parameter, else by the
-    model's and the folder in it.
+    """Load the module as sentence-transformers does: from its directory if `load` has one parameter, else from the
+    model's directory and the folder in it.
     """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -181,18 +181,18 @@ def _own_module(module: OwnModule) -> OwnModuleLayer:
         if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
             given = {key: value for key, value in given.items() if key in parameters}
         return OwnModuleLayer(kind.load(str(module.root), **given))
-    except Exception as error:  # of any kind: it is the model's own code
+    except Exception as error:  # any error: it is the model's own code
         raise ModelLoadFailed(f"{module.code} of modules.json fails: {type(error).__name__}: {error}") from error
 
 
 def _named(projection: Projection, key: str) -> str:
-    """The name of a weight in our layer."""
+    """Return the name of a weight in our layer."""
     own = f"{projection.name}." if isinstance(projection, Dense) else ""
     return f"linear.{key.removeprefix(own)}" if own and key.startswith(own) else key
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a directory's weights (`model_directory.weight_files`), on the CPU.
+    """Read the tensors of a directory's weights (`model_directory.weight_files`), on the CPU.
 
     Raises:
         ModelLoadFailed: the weights are missing, or a file cannot be read.
@@ -207,7 +207,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file of weights, on the CPU; raises as `read_weights`."""
+    """Read the tensors of a weights file, on the CPU; raises as `read_weights`."""
     if fault := fault_of(file):
         raise ModelLoadFailed(f"{file.parent.name}/{file.name} {fault}")
     try:

@@ -27,20 +27,20 @@ TokenOf = Callable[[PackedBatch], NDArray[np.int64] | None]
 
 
 def _rows(hidden: Tensor, batch: PackedBatch, token_of: TokenOf) -> Tensor:
-    """The states of a token of each text, [N, H]; `hidden` may be these."""
+    """Return the states of one token per text, [N, H]; `hidden` may be these already."""
     places = None if batch.kept is not None and len(hidden) == batch.texts else token_of(batch)
     return hidden if places is None else hidden[to_device(places, hidden.device)]
 
 
 class CausalHead:
-    """The log-odds of two tokens behind a text, or one token's logit; `decode` maps [n, H] to logits [n, 2]."""
+    """Returns the log-odds of two tokens after a text, or one token's logit; `decode` maps [n, H] to logits [n, 2]."""
 
     def __init__(self, decode: Callable[[Tensor], Tensor]) -> None:
         self.width = 1
         self._decode = decode
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """SCORES before any activation, [N, 1]."""
+        """Return SCORES before any activation, [N, 1]."""
         logits = self._decode(_rows(hidden, batch, self.token_of)).float()
         return Rows(logits[:, :1] if logits.shape[1] == 1 else logits[:, :1] - logits[:, 1:])
 
@@ -49,13 +49,13 @@ class CausalHead:
 
 
 class FirstToken(nn.Module):
-    """An encoder-decoder as the score of its inputs: the log-odds of two tokens as the first that it writes.
+    """An encoder-decoder that scores its inputs: the log-odds of two tokens as the first that it generates.
 
     Its `logits` are [texts, 1].
     """
 
     def __init__(self, module: Any, score: CausalRerank) -> None:
-        """Raises ModelLoadFailed where the model has no such tokens, or no token to begin with."""
+        """Raise ModelLoadFailed if the model lacks these tokens or a start token."""
         super().__init__()
         self.module = module
         self.config = module.config
@@ -78,20 +78,20 @@ class FirstToken(nn.Module):
 
 
 class TokenLogitsHead:
-    """A classifier of tokens: `decode` maps hidden states [T, H] to logits [T, labels], special tokens included."""
+    """Classifies tokens: `decode` maps hidden states [T, H] to logits [T, labels], including special tokens."""
 
     def __init__(self, decode: Callable[[Tensor], Tensor], labels: int) -> None:
         self.width = labels
         self._decode = decode
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """TOKENS before any activation, [T, labels]."""
+        """Return TOKENS before any activation, [T, labels]."""
         return Rows(self._decode(hidden).float(), to_device(batch.cu_seqlens.astype(np.int64), hidden.device))
 
 
-@torch.no_grad()  # not inference mode: its tensors could not change their dtype later
+@torch.no_grad()  # inference mode would forbid changing their dtype later
 def keep_two_tokens(module: Any, score: CausalRerank) -> None:
-    """Reduce a language model's output layer to the rows of the tokens that `score` uses, to compute no other logit.
+    """Reduce a language model's output layer to the rows of `score`'s tokens, so that no other logit is computed.
 
     Raises:
         ModelLoadFailed: the tokens are not in the vocabulary, or the model needs the other rows.
@@ -113,7 +113,7 @@ def keep_two_tokens(module: Any, score: CausalRerank) -> None:
 
 
 class SequenceHead:
-    """A library head for texts; `logits_of` maps hidden states and batch to float32 [N, labels]. `token_of` gives the
+    """A library head for texts; `logits_of` maps hidden states and batch to float32 [N, labels]. `token_of` returns the
     only token of each text whose states it reads, or None.
     """
 
@@ -127,10 +127,10 @@ class SequenceHead:
 
 
 def sequence_head(library: LibraryHead) -> SequenceHead | None:
-    """The library head on the fewest hidden states that still give the whole model's logits; None if none do.
+    """Return the library head on the fewest hidden states that give the whole model's logits; None if none do.
 
-    One row per text is enough for nearly all: the first, the last, or the mean of all. Others get all tokens, run by
-    run.
+    One row per text is enough for nearly all: the first, the last, or the mean of all. Other heads get all tokens, run
+    by run.
     """
     trial = HeadTrial.of(library)
     reference = torch.stack(trial.logits)
@@ -155,7 +155,7 @@ def _candidates(library: LibraryHead) -> dict[str, tuple[LogitsOf, TokenOf | Non
         return lambda hidden, batch: library.rows(_rows(hidden, batch, token_of)), token_of
 
     def last_but_padding(batch: PackedBatch) -> NDArray[np.int64]:
-        """Each text's last token that is not `pad`; its first where all are, as in decoders."""
+        """Return each text's last token that is not `pad`, or its first if all are `pad`, as decoders do."""
         return batch.begins + np.maximum.reduceat(batch.position_ids * (batch.ids != pad), batch.begins)
 
     def every_token(hidden: Tensor, batch: PackedBatch) -> Tensor:
@@ -178,7 +178,7 @@ def _candidates(library: LibraryHead) -> dict[str, tuple[LogitsOf, TokenOf | Non
 
 
 def activate(logits: NDArray[np.float32], activation: str) -> NDArray[np.float32]:
-    """Scores from logits [N, labels]: `sigmoid`, `softmax` over the labels, `identity`, or a torch class by name.
+    """Convert logits [N, labels] to scores: `sigmoid`, `softmax` over the labels, `identity`, or a torch class by name.
 
     Raises:
         ModelLoadFailed: `activation` is not one of these.

@@ -1,4 +1,4 @@
-"""SPLADE: a weight for every entry of the vocabulary, from the logits that a masked-LM head has for every token."""
+"""SPLADE: a weight per vocabulary entry, from a masked-LM head's logits for every token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from teimgr.engine.heads import Rows
 from teimgr.engine.native_library import give_way
 from teimgr.models.layout import Splade
 
-# The size of logits at one time. On a CPU larger temporaries are mapped and unmapped by every operation.
+# Size of the logits computed at a time. On a CPU every operation maps and unmaps larger temporaries.
 _CPU_BYTES = 24_000_000
 _CUDA_BYTES = 512_000_000
-_ROOM = 512  # entries of a text on the average of a batch: models have 20 to 300
-_ROW_STEP = 32  # oneDNN creates and caches a kernel for every number of rows
+_ROOM = 512  # entries per text, averaged over a batch: models have 20 to 300
+_ROW_STEP = 32  # oneDNN creates and caches a kernel per number of rows
 
 Decode = Callable[[Tensor], Tensor]
 
@@ -38,7 +38,7 @@ class SpladeWeights:
         self._most = None if splade.most is None or splade.most >= width else splade.most
 
     def groups(self, hidden: Tensor, batch: PackedBatch) -> Iterator[Tensor]:
-        """Float32 [n, vocabulary] for n texts after n texts, until all of the batch are done."""
+        """Yield float32 [n, vocabulary] for n texts at a time, until the batch is done."""
         room = max(1, (_CUDA_BYTES if gpu.is_gpu(hidden.device) else _CPU_BYTES) // (4 * self.width))
         borders = batch.cu_seqlens.tolist()
         begin = 0
@@ -58,14 +58,15 @@ class SpladeWeights:
         return True
 
     def limited(self, weights: Tensor) -> Tensor:
-        """The largest weights of each text, the others zero; NaN counts as the largest. All without a limit."""
+        """Keep the largest weights of each text and set the others to zero; NaN counts as the largest. Unlimited:
+        all."""
         if self._most is None:
             return weights
         places = weights.topk(self._most, dim=-1).indices
         return torch.zeros_like(weights).scatter_(-1, places, weights.gather(-1, places))
 
     def _of_text(self, hidden: Tensor, start: int, stop: int, room: int) -> Tensor:
-        """One text, however long: [1, vocabulary]."""
+        """Compute one text of any length: [1, vocabulary]."""
         total: Tensor | None = None
         for begin in range(start, stop, room):
             logits = self._logits(hidden, begin, min(begin + room, stop))
@@ -75,7 +76,7 @@ class SpladeWeights:
         return self._activated(total) if self._max else total
 
     def _of_texts(self, hidden: Tensor, batch: PackedBatch, start: int, stop: int) -> Tensor:
-        """The texts of tokens `start` to `stop`, decoded together: [n, vocabulary]."""
+        """Compute the texts of tokens `start` to `stop`, decoded together: [n, vocabulary]."""
         logits = self._logits(hidden, start, stop)
         parts = []
         for run in batch.runs:
@@ -86,13 +87,14 @@ class SpladeWeights:
         return self._activated(pooled) if self._max else pooled
 
     def _logits(self, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """[stop - start, vocabulary]; decodes a few tokens before them too, to round up the number of rows."""
+        """Return logits [stop - start, vocabulary]; decodes a few tokens before them to round up the number of rows."""
         rows = stop - start
         begin = max(0, stop - (rows + -rows % _ROW_STEP))
         return self._decode(hidden[begin:stop])[-rows:]
 
     def _pooled(self, logits: Tensor) -> Tensor:
-        """[n, length, vocabulary] → [n, vocabulary]; the activation is monotonic, so the maximum may be taken first."""
+        """Pool [n, length, vocabulary] → [n, vocabulary]; the activation is monotonic, so the maximum may be taken
+        first."""
         return logits.amax(dim=1).float() if self._max else self._activated(logits.float()).sum(dim=1)
 
     def _activated(self, logits: Tensor) -> Tensor:
@@ -101,7 +103,8 @@ class SpladeWeights:
 
 
 class RoutedWeights:
-    """Weights of documents by `documents`; of queries by `table`, float32 [vocabulary], for each id that they have."""
+    """Weights of documents by `documents`; weights of queries by `table`, float32 [vocabulary], for each of their
+    ids."""
 
     def __init__(self, documents: SpladeWeights, table: Tensor) -> None:
         self.width = documents.width
@@ -130,7 +133,7 @@ class RoutedWeights:
     def _of_query(self, batch: PackedBatch, text: int, device: torch.device) -> Tensor:
         ids = batch.ids[batch.cu_seqlens[text] : batch.cu_seqlens[text + 1]]
         places = to_device(np.unique(ids), device)
-        self._table = self._table.to(device)  # copied once: a copy waits for what the device does
+        self._table = self._table.to(device)  # copied once: a copy waits for the device
         row = torch.zeros(self.width, device=device)
         row[places] = self._table[places]
         return self._documents.limited(row.unsqueeze(0))[0]
@@ -143,8 +146,8 @@ class RoutedWeights:
 class SpladeHead:
     """SPLADE weights as sparse rows; NaN entries are kept, so that they are detected.
 
-    Only the device knows how many there are. On a GPU room for `_ROOM` of each text is filled without waiting for it,
-    and all weights are kept until that number has come to the host.
+    Only the device knows how many there are. On a GPU, space for `_ROOM` entries per text is filled without waiting,
+    and all weights are kept until the number has reached the host.
     """
 
     def __init__(self, weights: SpladeWeights | RoutedWeights) -> None:
@@ -153,29 +156,29 @@ class SpladeHead:
         self._weights = weights
 
     def reads_hidden(self, batch: PackedBatch) -> bool:
-        """True if the weights of `batch` follow from its hidden states; else these may be empty."""
+        """True if the weights of `batch` depend on its hidden states; else these may be empty."""
         return self._weights.reads_hidden(batch)
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> Rows:
-        """SPARSE rows."""
+        """Return SPARSE rows."""
         groups = self._weights.groups(hidden, batch)
         if not gpu.is_gpu(hidden.device):
             return _nonzero(groups)
         weights = torch.cat(list(groups))
         kept = weights != 0.0
-        # The place of each among those that are kept; what is not, or has no room, goes behind the last one.
+        # The place of each kept entry; entries that are not kept, or have no room, go after the last one.
         room = min(weights.numel(), batch.texts * _ROOM)
         places = kept.flatten().cumsum(0).sub_(1).clamp_(max=room).masked_fill_(~kept.flatten(), room)
         columns = torch.arange(self.width, dtype=torch.int64, device=hidden.device).expand_as(weights).flatten()
         values = torch.zeros(room + 1, device=hidden.device).scatter_(0, places, weights.flatten())
         indices = torch.zeros(room + 1, dtype=torch.int64, device=hidden.device).scatter_(0, places, columns)
         offsets = functional.pad(kept.sum(dim=1).cumsum(0), (1, 0))
-        # On the host, where there is room: on a device that is full, what is searched there would be lost.
+        # On the host, which has memory: on a full device the search would fail and its result be lost.
         return Rows(values[:room], offsets, indices[:room], lambda: _nonzero([weights.cpu()]))
 
 
 def _nonzero(groups: Iterable[Tensor]) -> Rows:
-    """SPARSE rows of weights [n, vocabulary] for n texts after n texts; waits for the device."""
+    """Return SPARSE rows from weights [n, vocabulary] for n texts at a time; waits for the device."""
     values, indices, counts = [], [], []
     for weights in groups:
         kept = weights != 0.0

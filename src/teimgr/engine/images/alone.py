@@ -1,4 +1,5 @@
-"""Models of images alone: a tokenizer that refuses texts, the library's module, and its check on known pictures."""
+"""Models that only embed images: a tokenizer that refuses texts, the library's module, and its check on known
+pictures."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def _refusal(what: str = "`inputs` has a text") -> InvalidInput:
 
 
 class ImageTokenizer(PictureTokenizer):
-    """The tokenizer of a model of images alone, which has no tokens of texts."""
+    """The tokenizer of an image-only model, which has no text tokens."""
 
     def check(self, item: Input, options: TokenizeOptions) -> TeimgrError | None:
         return None if isinstance(item, MediaFile) else _refusal()
@@ -57,7 +58,7 @@ class ImageTokenizer(PictureTokenizer):
 
 
 class ImageModel(PicturedModel):
-    """A model of images alone, on one device."""
+    """An image-only model on one device."""
 
     def __init__(self, module: Any, layout: Layout, device: torch.device, decoder: PictureDecoder) -> None:
         assert layout.dual is not None
@@ -68,13 +69,13 @@ class ImageModel(PicturedModel):
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
-        """The vectors of pictures, the only output."""
+        """Return the vectors of pictures, the only output."""
         assert isinstance(batch, PicturedBatch)
         return {Output.DENSE: Rows(self.vectors(batch.pictures))}
 
     @torch.inference_mode()
     def vectors(self, pictures: Sequence[Any]) -> Tensor:
-        """Of pictures, float32 [N, width of a vector], on the device."""
+        """Compute the vectors of pictures: float32 [N, vector width], on the device."""
         found: Tensor = self._tower(pictures)
         return found
 
@@ -82,10 +83,10 @@ class ImageModel(PicturedModel):
         return self._tower.vision
 
     def choose(self, device: torch.device, wanted: torch.dtype | None) -> Choice:
-        """Put the model, loaded on the host in float32, on `device` in a dtype that is close enough to that on known
-        pictures.
+        """Move the model, loaded on the host in float32, to `device` in a dtype whose vectors of known pictures are
+        close enough.
 
-        `wanted` None is float32 on a CPU, on a GPU the fastest that is close enough.
+        `wanted` None means float32 on a CPU, and the fastest dtype that is close enough on a GPU.
 
         Raises:
             ModelLoadFailed: none is.
@@ -115,7 +116,7 @@ class ImageModel(PicturedModel):
 
 
 def load_image_model(layout: Layout, threads: int) -> ImageModel:
-    """Load a model of images alone in float32, on the host.
+    """Load an image-only model in float32, on the host.
 
     Raises:
         ModelLoadFailed: weights are missing, or of another shape.

@@ -1,7 +1,7 @@
 """The token ids of texts and images in one input, in the words of a model's chat.
 
-Ids are those of the model's authors: the chat is tokenized as one text with one token for each image, which is then
-repeated as often as the image has tokens. Only texts are truncated.
+The ids are those of the model's authors: the chat is tokenized as one text with one token per image, and that token
+is then repeated for each token of the image. Only texts are truncated.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from teimgr.models.layout import ChatTexts, Layout, PairTemplate
 from teimgr.spec import Kind
 
 Contents = tuple[Content, ...]
-"""What stands between the pieces of the chat: one content, or a query and a document."""
+"""The contents that go between the pieces of the chat: one content, or a query and a document."""
 _MAX_INSTRUCTION = 16_384  # characters
 _IS_FUSED = "Input validation error: `inputs` has one of several parts, and this model reads a text or an image alone"
 _NEEDS_PAIRS = "Input validation error: `inputs` must be pairs for this model"
 
 
 def repeated(contents: Contents) -> int:
-    """The tokens of images beyond one for each."""
+    """Return the number of image tokens beyond one per image."""
     return sum(one.tokens - 1 for content in contents for one in content.pictures)
 
 
 class ChatWriter:
-    """Writes the chat of a model; `limit` is in tokens, all included."""
+    """Writes the chat of a model; `limit` is the maximum of tokens, all included."""
 
     def __init__(self, chat: ChatTexts, library: TokenizerLibrary, shortener: Shortener, limit: int) -> None:
-        """Raises ModelLoadFailed where the tokenizer has no token of an image."""
+        """Raise ModelLoadFailed if the tokenizer has no image token."""
         self.chat = chat
         self._library = library
         self._shortener = shortener
@@ -58,7 +58,7 @@ class ChatWriter:
     def ids(
         self, instruction: str, inputs: Sequence[Contents], *, truncate: bool, left: bool
     ) -> list[NDArray[np.int32] | TeimgrError]:
-        """The ids of inputs with as many images each, and as many tokens of these, one token for every image; or their
+        """Return the ids of inputs with equal numbers of images and image tokens, with one token per image; or their
         refusals.
 
         Raises:
@@ -74,11 +74,12 @@ class ChatWriter:
         limit = max(self._limit - beyond, 0)
         pairs = [Pair(one[0].text, one[1].text if len(one) > 1 else "") for one in inputs]
         causal = CausalTemplate(template, whole, self._shortener, limit, beyond)
-        made = causal.encode(pairs, truncate or not limit, left)  # without room it is the images that are refused
+        made = causal.encode(pairs, truncate or not limit, left)  # without room, the images are refused
         return [self._checked(ids, contents, limit) for ids, contents in zip(made, inputs, strict=True)]
 
     def _complete(self, instruction: str) -> str:
-        """The instruction, or the model's default; by most models it ends with a full stop or other punctuation."""
+        """Return the instruction, or the model's default; most models need a full stop or other punctuation at its
+        end."""
         if self.chat.ends_instructions or not instruction.strip():
             instruction = instruction.strip() or self.chat.instruction
         if len(instruction) > _MAX_INSTRUCTION:
@@ -121,7 +122,7 @@ class ChatWriter:
         return ids
 
     def with_pictures(self, ids: NDArray[np.int32], pictures: Iterable[Picture]) -> NDArray[np.int32]:
-        """The ids with those of each picture in the place of its token."""
+        """Return the ids with each picture's token replaced by the picture's ids."""
         parts, begin = [], 0
         for at, picture in zip(np.flatnonzero(ids == self.image_id).tolist(), pictures, strict=True):
             parts += [ids[begin:at], picture_ids(picture)]
@@ -142,12 +143,12 @@ class ChatTokenizer(PictureTokenizer):
         self.special_tokens = 0 if isinstance(alone, TeimgrError) else len(alone)
 
     def known_picture(self) -> Input:
-        """For self-tests: an image, for a reranker with a query."""
+        """Return an image, with a query for a reranker; for self-tests."""
         picture = self.picture(known_file(self._dual))
         return ContentPair(Content("a slope"), Content("", (picture,))) if self._takes_pairs else picture
 
     def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
-        """As of texts alone; pictures begin to be decoded."""
+        """Tokenize as for texts alone, and start to decode the pictures."""
         found: list[Encoded | TeimgrError | None] = [None] * len(inputs)
         groups: dict[tuple[str, tuple[int, ...], int], list[tuple[int, Contents]]] = {}
         for row, item in enumerate(inputs):
@@ -158,7 +159,7 @@ class ChatTokenizer(PictureTokenizer):
             instruction = contents[0].instruction
             instruction = options.prompt if instruction is None else instruction
             if not self.writer.chat.fuses and contents[0].pictures:
-                instruction = ""  # as by sentence-transformers
+                instruction = ""  # as in sentence-transformers
             key = instruction, tuple(len(one.pictures) for one in contents), repeated(contents)
             groups.setdefault(key, []).append((row, contents))
         for (instruction, *_), rows in groups.items():
@@ -168,7 +169,7 @@ class ChatTokenizer(PictureTokenizer):
         return TokenizedTexts.of([one or EmptyInput() for one in found])
 
     def _contents(self, item: Input, options: TokenizeOptions) -> Contents | Encoded | TeimgrError:
-        """What stands in the chat; the encoding of ids, or a refusal."""
+        """Return the contents for the chat; or the encoding of ids, or a refusal."""
         match item:
             case Content():
                 found: Contents = (item,)
@@ -212,7 +213,7 @@ class ChatTokenizer(PictureTokenizer):
     ) -> list[NDArray[np.int32] | TeimgrError]:
         try:
             return self.writer.ids(instruction, inputs, truncate=options.truncate, left=options.left)
-        except TokenizerFailed as error:  # of all together: retried one by one, so that only bad ones fail
+        except TokenizerFailed as error:  # all failed together: retried one by one, so that only bad ones fail
             if len(inputs) == 1:
                 return [error]
             return [self._written(instruction, [one], options)[0] for one in inputs]

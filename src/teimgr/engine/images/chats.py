@@ -1,7 +1,7 @@
 """Models that read texts and images in one input: one packed forward for all inputs of a batch.
 
-The image half computes all pictures of a batch at once. Its vectors take the places of their tokens, and others of it
-are added behind the first layers; the tokens of an image have positions in its rows and columns.
+The image half computes all pictures of a batch at once. Its vectors replace those of their tokens, and some models add
+further vectors after the first layers. The tokens of an image have positions by row and column.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from teimgr.engine.weights.host import HostWeights
 from teimgr.errors import ModelLoadFailed, TeimgrError
 from teimgr.models.layout import Layout, PatchSteps, SoftSteps
 
-_KNOWN = 2  # known images: each is computed a few times at load, in seconds by a large model on a CPU
+_KNOWN = 2  # known images: computed a few times at load, which takes a large model seconds on a CPU
 _NO_LIMIT = 1 << 30
 
 
 @dataclass(slots=True)  # as `PackedBatch`
 class ChatBatch(PackedBatch):
-    """A batch with pictures in its inputs: `is_image` tells their tokens (bool [T]), `places` has the positions of all
+    """A batch with pictures in its inputs: `is_image` marks their tokens (bool [T]), `places` has the positions of all
     tokens in time, rows and columns (int64 [3, T]).
     """
 
@@ -55,8 +55,8 @@ class ChatBatch(PackedBatch):
 
 
 def pack_chats(inputs: Sequence[Encoded], image_id: int, unit: int, *, has_grid: bool = True) -> PackedBatch:
-    """Like `pack`; of pictures, which are decoded, the pixels go with the batch. Squares of `unit` are tokens, with
-    positions in rows and columns where `has_grid`.
+    """Like `pack`, with the pixels of decoded pictures. Squares of `unit` pixels are tokens, with positions in rows and
+    columns if `has_grid`.
     """
     packed = pack(inputs)
     if not any(isinstance(each, EncodedPicture) for each in inputs):
@@ -76,7 +76,7 @@ def pack_chats(inputs: Sequence[Encoded], image_id: int, unit: int, *, has_grid:
 
 
 def _chats(packed: PackedBatch, pictures: Sequence[Pixels], image_id: int, places: NDArray[np.int64]) -> ChatBatch:
-    """A batch whose ids below 0 stand for the tokens of `pictures`."""
+    """Make a batch whose negative ids stand for the tokens of `pictures`."""
     is_image = packed.ids < 0
     given = {item.name: getattr(packed, item.name) for item in fields(PackedBatch)}
     given["ids"] = np.where(is_image, image_id, packed.ids)
@@ -88,8 +88,8 @@ def _pictures_in(encoded: Encoded) -> Sequence[object]:
 
 
 def image_places(is_image: NDArray[np.bool_], sides: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """The positions of the tokens of one input in time, rows and columns, [3, tokens]; its images have `sides` in
-    tokens, height and width. What follows an image goes on behind the longer one of them.
+    """Return the positions of one input's tokens in time, rows and columns, [3, tokens]; its images have `sides` in
+    tokens, height and width. The token after an image continues after the longer of its sides.
     """
     found = np.zeros((3, len(is_image)), np.int64)
     at = position = 0
@@ -107,7 +107,7 @@ def image_places(is_image: NDArray[np.bool_], sides: Sequence[tuple[int, int]]) 
 
 
 class ChatBackbone(Transformer):
-    """The texts' half of a library model, with the vectors of images among those of tokens."""
+    """The text half of a library model; the vectors of images replace those of their tokens."""
 
     def __init__(self, whole: Any, steps: PatchSteps, device: torch.device) -> None:
         super().__init__(whole.language_model, 0, device, owner=whole)
@@ -116,7 +116,7 @@ class ChatBackbone(Transformer):
         self._table = PixelTable(steps)
 
     def make_native(self, dtype: torch.dtype) -> None:
-        """Raises CannotLowerError always: inputs with images need the layers that the kernel would replace."""
+        """Always raise CannotLowerError: inputs with images need the layers that the kernel would replace."""
         raise CannotLowerError("it reads images too")
 
     def hidden(self, batch: PackedBatch) -> Tensor:
@@ -154,7 +154,7 @@ class ChatBackbone(Transformer):
         seen: Tensor,
         added: Sequence[Tensor],
     ) -> dict[str, Any]:
-        """What the library's forward takes: [rows, tokens], and [3, rows, tokens] `places`."""
+        """Return the arguments of the library's forward: [rows, tokens], and `places` as [3, rows, tokens]."""
         embedded = self._module.get_input_embeddings()(to_device(ids, self.device))
         given = {"position_ids": to_device(places, self.device)}
         if not is_image.any():
@@ -165,7 +165,7 @@ class ChatBackbone(Transformer):
         return given | {"inputs_embeds": embedded} | more
 
     def _seen(self, pictures: Sequence[Pixels]) -> tuple[Tensor, list[Tensor]]:
-        """The vectors of all tokens of pictures, and those that are added behind the first layers."""
+        """Return the vectors of all picture tokens, and those that are added after the first layers."""
         patch = self._steps.patch
         grids = [[1, picture.shape[1] // patch, picture.shape[2] // patch] for picture in pictures]
         pixels = torch.cat([patches(self._table.numbers([picture]), self._steps)[0] for picture in pictures])
@@ -176,7 +176,7 @@ class ChatBackbone(Transformer):
 
 
 class SoftBackbone(ChatBackbone):
-    """The texts' half of EmbeddingGemma 2, whose image half reads each picture on its own."""
+    """The text half of EmbeddingGemma 2, whose image half reads each picture separately."""
 
     def _inputs(self, *given: Any, **named: Any) -> dict[str, Any]:
         found = super()._inputs(*given, **named)
@@ -231,7 +231,7 @@ class ChatModel(PicturedModel):
         return pack_chats(inputs, self._writer.image_id, self._unit, has_grid=self._writer.chat.has_grid)
 
     def _of_one_image(self, layout: Layout) -> NDArray[np.int32]:
-        """The ids of an image alone, as one token; for a reranker, as a document."""
+        """Return the ids of a single image, as one token; for a reranker, as a document."""
         assert layout.chat is not None
         picture = Content("", (Picture(data=b"", format="", tokens=1, digest=b"", width=0, height=0),))
         contents = (picture,) if len(layout.chat.pieces) == 3 else (Content("a slope"), picture)
@@ -242,7 +242,7 @@ class ChatModel(PicturedModel):
 
     @torch.inference_mode()
     def vectors(self, pictures: Sequence[Pixels]) -> Tensor:
-        """The last hidden states of pictures of one size, each alone in its input: float32 [N, width]."""
+        """Return the last hidden states of pictures of one size, each alone in its input: float32 [N, width]."""
         at = int(np.flatnonzero(self._alone == self._writer.image_id)[0])
         side = pictures[0].shape[1] // self._unit, pictures[0].shape[2] // self._unit
         own = np.full(side[0] * side[1], -1, np.int32)
@@ -257,12 +257,12 @@ class ChatModel(PicturedModel):
         return hidden[to_device(batch.ends - 1, hidden.device)].float()
 
     def check_pictures(self, together: Tensor) -> None:
-        """As of texts and images; and that they are those of float32; raises ModelLoadFailed: they are not."""
+        """Also check that the vectors equal those in float32; raises ModelLoadFailed if they do not."""
         super().check_pictures(together)
         self._check_closeness(self._picture_dtype)
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
-        """Move to `device`; raises DeviatesError: known images deviate too much from those in float32."""
+        """Move to `device`; raises DeviatesError if known images deviate too much from those in float32."""
         super().place(weights, dtype, device)
         self._check_closeness(dtype)
 
@@ -293,7 +293,7 @@ def load_chat_model(layout: Layout, device: torch.device, threads: int) -> ChatM
     _check_patches(whole.config.vision_config, layout.dual.steps)
     backbone: ChatBackbone
     if isinstance(layout.dual.steps, SoftSteps):
-        whole.audio_tower = whole.embed_audio = None  # of sounds, which are not served
+        whole.audio_tower = whole.embed_audio = None  # the half for sounds, which are not served
         backbone = SoftBackbone(whole, layout.dual.steps, device)
     else:
         backbone = ChatBackbone(whole, layout.dual.steps, device)

@@ -1,7 +1,7 @@
-"""Image files of callers: format and size by the header, then the pixels, each within limits.
+"""Image files of callers: format and size from the header, then the pixels, each within limits.
 
-An image is decoded to RGB: turned as its EXIF says, alpha laid on white, 16 bits scaled to 8, and of an animation the
-first frame. Of a file Pillow sees the parts that its pixels come from, and nothing else (`parts`).
+An image is decoded to RGB: turned by its EXIF orientation, alpha on white, 16 bits scaled to 8, the first frame of an
+animation. Pillow gets only the parts of a file that its pixels come from (`parts`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from teimgr.engine.native_library import give_way
 from teimgr.errors import InvalidInput
 
 MAX_PIXELS = 50_000_000
-"""Of an image, by its header; also of all that are decoded at a time."""
-MAX_SIDE = 2**16  # for each line Pillow keeps a pointer, and for each pixel of a side numbers of a filter
+"""Limit for one image, by its header; and for all images being decoded at a time."""
+MAX_SIDE = 2**16  # Pillow keeps a pointer per line, and filter coefficients per pixel of a side
 MAX_FILE_BYTES = 20 * 2**20
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
-_IN_STEPS = ("JPEG", "PNG")  # decoded into memory of ours; the others' own is that of Pillow's module for them
+_IN_STEPS = ("JPEG", "PNG")  # decoded into our memory; Pillow's modules for the other formats allocate their own
 _STEP_BYTES = 2**14  # of a file, decoded in about a millisecond
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -53,13 +53,13 @@ _KNOWN_OTHERS = (
 )
 _WAY_OUT = "send JPEG, PNG, WebP or GIF"
 
-# As long as an image is larger, it is refused by its header (`read_size`), never by Pillow, whose warning would be for
-# the whole process.
+# A larger image is refused by its header (`read_size`), never by Pillow, whose warning would apply to the whole
+# process.
 Image.MAX_IMAGE_PIXELS = None
 
 
 class _Steps(io.BytesIO):
-    """A file whose readers give way to queries before each step."""
+    """A file that yields to queries before each step of reading."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         give_way()
@@ -67,7 +67,7 @@ class _Steps(io.BytesIO):
 
 
 class Size(NamedTuple):
-    """Form and size of an image file, from its header: `width` and `height` in pixels, after the turn of its EXIF."""
+    """Format and size of an image file, from its header: `width` and `height` in pixels, after the turn by its EXIF."""
 
     format: str
     width: int
@@ -75,10 +75,10 @@ class Size(NamedTuple):
 
 
 def read_size(data: bytes) -> Size:
-    """Format and size of an image file by its header.
+    """Read format and size of an image file from its header.
 
     Raises:
-        InvalidInput: its format is not allowed, it is broken at its beginning, or too large.
+        InvalidInput: its format is not allowed, its beginning is broken, or it is too large.
     """
     if not data:
         raise InvalidInput("Input validation error: the image is empty: it has no bytes")
@@ -105,10 +105,10 @@ def read_size(data: bytes) -> Size:
 
 
 def decode(data: bytes) -> Image.Image:
-    """The RGB image of a file that `read_size` accepts, upright, on white.
+    """Decode a file that `read_size` accepted to an upright RGB image on white.
 
     Raises:
-        InvalidInput: the file is truncated or broken, or its pixels are of a kind without a meaning here.
+        InvalidInput: the file is truncated or broken, or its pixels have a format that is not supported.
     """
     form = _format(data)
     found = _parts(data, form)
@@ -124,7 +124,7 @@ def decode(data: bytes) -> Image.Image:
                 image.load()
         except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError) as error:
             raise _broken(form) from error
-        if image.width * image.height > MAX_PIXELS:  # of a file whose parts contradict each other
+        if image.width * image.height > MAX_PIXELS:  # a file whose parts contradict each other
             raise _broken(form)
         turn = _TURNS.get(found.turn)
         upright = to_rgb(loaded or image)
@@ -132,10 +132,10 @@ def decode(data: bytes) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """`image` in RGB: 16 bits divided by 257, alpha on white.
+    """Convert `image` to RGB: 16 bits divided by 257, alpha on white.
 
     Raises:
-        InvalidInput: its numbers have no range that is known.
+        InvalidInput: the range of its numbers is not known.
     """
     if image.mode in ("F", "I"):
         raise InvalidInput(
@@ -163,7 +163,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _scaled(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits, whose transparent value is white."""
+    """Scale grey of 16 bits to 8; its transparent value becomes white."""
     grey = np.asarray(image).astype(np.uint32)
     scaled = ((grey + 128) // 257).astype(np.uint8)
     transparent = image.info.get("transparency")
@@ -201,7 +201,7 @@ def _parts(data: bytes, form: str) -> parts.Parts:
 def _opened(data: bytes, form: str) -> ImageFile.ImageFile:
     try:
         return Image.open(_Steps(data), formats=(form,))
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError) as error:  # its text has an address
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError) as error:  # the text has an address
         raise _broken(form) from error
 
 
@@ -212,7 +212,7 @@ def _broken(form: str) -> InvalidInput:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Of the canvas, before Pillow makes one."""
+    """Read the size of the canvas before Pillow allocates one."""
     kind, at = data[12:16], data[20:]
     if kind == b"VP8X" and len(at) >= 10:
         return int.from_bytes(at[4:7], "little") + 1, int.from_bytes(at[7:10], "little") + 1
@@ -225,8 +225,8 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def webp_pixels(data: bytes, mode: str, size: tuple[int, int]) -> Image.Image | None:
-    """The pixels of a large WebP image, whose `mode` is RGB or RGBA, of an animation those of the first frame; decoded
-    by the libwebp that is part of Pillow, without Pillow's copy of them under the GIL. None without the library.
+    """Return the pixels of a large WebP image (of an animation, the first frame); `mode` is RGB or RGBA. They are
+    decoded by Pillow's libwebp, without Pillow's copy under the GIL. None if that library cannot be used.
 
     Raises:
         OSError: the file is truncated or broken.
@@ -251,7 +251,7 @@ def webp_pixels(data: bytes, mode: str, size: tuple[int, int]) -> Image.Image | 
 
 @functools.cache
 def _webp_decoder() -> Any:
-    """WebPDecodeRGBAInto, called without the GIL; None if Pillow has no such library."""
+    """Return WebPDecodeRGBAInto, called without the GIL; None if Pillow has no such library."""
     found = sorted((Path(PIL.__file__).parent.parent / "pillow.libs").glob("libwebp-*.so*"))
     if not found or not memory.IS_MAPPED:
         return None

@@ -1,7 +1,7 @@
-"""Pictures beside texts on their way to the model: the tokenizer of a model of both, and batches with pictures.
+"""Pictures next to texts on their way to the model: the tokenizer of a model for both, and batches with pictures.
 
-A picture's ids are below 0 and stand for its file: they are its digest, so that what finds equal inputs finds equal
-pictures, and as many as the tokens that it takes.
+A picture's ids are negative and stand for its file. They derive from its digest, so that code that finds equal inputs
+finds equal pictures, and there are as many as the picture has tokens.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _BELOW_ZERO = np.int32(-(2**31))
 
 @dataclass(slots=True, eq=False)  # as `Encoded`
 class EncodedPicture(Encoded):
-    """An input of the model with pictures; one each. Its only token ids are those of its pictures, unless the model
-    reads texts and images in one input.
+    """An input with pictures, each with one `picture`. Its only ids are those of its pictures, unless the model reads
+    texts and images in one input.
     """
 
     waiting: tuple[WaitingPicture, ...] = ()
 
 
 def read_picture(data: bytes, dual: DualEncoder) -> Picture:
-    """An image file as an input of the model, by its header.
+    """Read an image file as an input of the model, by its header.
 
     Raises:
         InvalidInput: its format is not allowed, it is broken at its beginning, or too large.
@@ -57,7 +57,7 @@ def read_picture(data: bytes, dual: DualEncoder) -> Picture:
 
 
 def known_file(dual: DualEncoder) -> bytes:
-    """A file that every load makes alike, larger than what the model reads, for self-tests."""
+    """Return a file that is equal at every load and larger than what the model reads, for self-tests."""
     down, right = np.mgrid[0 : 2 * dual.height, 0 : 3 * dual.width]
     slope = np.stack([down % 256, right % 256, (down + right) // 5 % 256], axis=2).astype(np.uint8)
     written = io.BytesIO()
@@ -66,13 +66,13 @@ def known_file(dual: DualEncoder) -> bytes:
 
 
 def picture_ids(picture: MediaFile) -> NDArray[np.int32]:
-    """Its ids: numbers below 0, by its digest and again from the first on."""
+    """Return negative ids that repeat the digest of the file for each of its tokens."""
     own = np.frombuffer(picture.digest, np.int32) | _BELOW_ZERO
     return np.resize(own, picture.tokens)
 
 
 class FileTokenizer(TextTokenizer):
-    """The tokenizer of a model of texts and files. `use` gives it the decoder of files when the model is loaded."""
+    """The tokenizer of a model for texts and files. `use` sets the decoder of files when the model is loaded."""
 
     _decoder: FileDecoder | None = None
 
@@ -80,11 +80,11 @@ class FileTokenizer(TextTokenizer):
         self._decoder = decoder
 
     def known_picture(self) -> Input:
-        """For self-tests."""
+        """Return a known input for self-tests."""
         raise NotImplementedError
 
     def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
-        """As of texts alone; pictures begin to be decoded."""
+        """Tokenize as for texts alone, and start to decode the pictures."""
         if isinstance(inputs, TextColumn) or not any(isinstance(one, MediaFile) for one in inputs):
             return self._encode_texts(inputs, options)
         rows = [row for row, one in enumerate(inputs) if isinstance(one, MediaFile)]
@@ -104,7 +104,7 @@ class FileTokenizer(TextTokenizer):
 
 
 class PictureTokenizer(FileTokenizer):
-    """The tokenizer of a model of texts and images."""
+    """The tokenizer of a model for texts and images."""
 
     def __init__(self, layout: Layout, max_length: int) -> None:
         super().__init__(layout, max_length)
@@ -121,7 +121,7 @@ class PictureTokenizer(FileTokenizer):
 
 
 class DualTokenizer(PictureTokenizer):
-    """The tokenizer of a model of texts and images in one space."""
+    """The tokenizer of a model with texts and images in one space."""
 
     def __init__(self, layout: Layout, max_length: int) -> None:
         """Raises InvalidConfig: a padded text exceeds `max_length`. ModelLoadFailed: its padding is not a token."""
@@ -157,7 +157,7 @@ class DualTokenizer(PictureTokenizer):
         return (self._padded(alone) if self._padding_id is not None else self._ended(alone))[0]
 
     def _padded(self, tokenized: TokenizedTexts) -> TokenizedTexts:
-        """All texts of `max_length` tokens."""
+        """Pad all texts to `max_length` tokens."""
         assert self._padding_id is not None
         columns = np.arange(self.max_length)
         is_own = columns < tokenized.lengths[:, None]
@@ -168,7 +168,7 @@ class DualTokenizer(PictureTokenizer):
         return replace(tokenized, ids=ids.reshape(-1), begins=begins, lengths=lengths)
 
     def _ended(self, tokenized: TokenizedTexts) -> TokenizedTexts:
-        """Without what is behind the first end of a text, whose state the model takes for the text."""
+        """Cut each text after its first end token, whose state the model takes for the text."""
         ends = np.flatnonzero(tokenized.ids == self._end_id)
         behind = np.append(ends, len(tokenized.ids))
         first = behind[np.searchsorted(ends, tokenized.begins)]
@@ -187,14 +187,14 @@ class DualTokenizer(PictureTokenizer):
 
 @dataclass(slots=True)  # as `PackedBatch`
 class PicturedBatch(PackedBatch):
-    """A batch with pictures: first its texts, as one packed batch, then the pictures."""
+    """A batch with pictures: first its texts as one packed batch, then the pictures."""
 
     words: PackedBatch | None = None
     pictures: tuple[Any, ...] = ()
 
 
 def pack_with_pictures(inputs: Sequence[Encoded]) -> PackedBatch:
-    """Like `pack`; of pictures, which are decoded, the pixels go with the batch."""
+    """Like `pack`, with the pixels of decoded pictures."""
     pictures = [each for each in inputs if isinstance(each, EncodedPicture)]
     if not pictures:
         return pack(inputs)
@@ -211,7 +211,7 @@ def pack_with_pictures(inputs: Sequence[Encoded]) -> PackedBatch:
 
 
 def pixels_of(inputs: Iterable[Encoded]) -> tuple[Any, ...]:
-    """Of all pictures of inputs, in their order."""
+    """Return the pixels of all pictures of the inputs, in order."""
     waiting = [one for each in inputs if isinstance(each, EncodedPicture) for one in each.waiting]
     return tuple(map(_pixels_of, waiting))
 

@@ -1,7 +1,7 @@
 """Memory of large images, mapped and unmapped without the GIL.
 
-Pillow takes and frees the memory of an image while it holds the GIL: of 50 million pixels for a tenth of a second, in
-which no query is answered. Only what it does pixel by pixel is without it.
+Pillow holds the GIL while it allocates and frees an image: a tenth of a second for 50 million pixels, in which no
+query is answered. It releases the GIL only for work on pixels.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from typing import Any
 
 from PIL import Image
 
-_SMALL_PIXELS = 2**20  # of which Pillow's own memory takes below a millisecond
+_SMALL_PIXELS = 2**20  # Pillow allocates these in less than a millisecond
 _STRIP_PIXELS = 2**20  # moved or converted at a time
-_BYTES = {"L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # of a pixel where Pillow maps it, else 4
+_BYTES = {"L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # per pixel where mapped, else 4
 IS_MAPPED = sys.platform == "linux"
 _HUGE = 14  # MADV_HUGEPAGE
 _core: Any = vars(Image)["core"]  # Pillow's module in C
 
 if IS_MAPPED:
-    _libc = ctypes.CDLL(None, use_errno=True)  # whose calls are made without the GIL
+    _libc = ctypes.CDLL(None, use_errno=True)  # its calls release the GIL
     _libc.mmap.restype = ctypes.c_void_p
     _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def blank(mode: str, size: tuple[int, int]) -> Image.Image:
-    """An image of zeros; raises MemoryError: it cannot be allocated."""
+    """Make an image of zeros; raises MemoryError if it cannot be allocated."""
     return Image.Image()._new(core(mode, size))
 
 
 def give(image: Image.Image) -> None:
-    """Memory for the pixels of an opened image, before it is loaded."""
+    """Allocate memory for the pixels of an opened image, before it is loaded."""
     if is_large(image.size):
         image.im = core(image.mode, image.size)
 
 
 def core(mode: str, size: tuple[int, int]) -> Any:
-    """Pillow's own object of an image of zeros."""
+    """Make Pillow's internal object of an image of zeros."""
     return _mapped(mode, size)[0] if is_large(size) else _core.new(mode, size)
 
 
 def is_large(size: tuple[int, int]) -> bool:
-    """True if an image of this size has memory of ours."""
+    """True if our own memory is used for an image of this size."""
     return IS_MAPPED and size[0] * size[1] > _SMALL_PIXELS
 
 
 def mapped(mode: str, size: tuple[int, int]) -> tuple[Image.Image, int]:
-    """An image of zeros and where its pixels are, line by line, for as long as it is there."""
+    """Make an image of zeros; also return the address of its pixels, line by line, valid while the image exists."""
     own, address = _mapped(mode, size)
     return Image.Image()._new(own), address
 
@@ -61,7 +61,7 @@ def _mapped(mode: str, size: tuple[int, int]) -> tuple[Any, int]:
 
 
 def _mapping(size: int) -> Any:
-    """Bytes of zeros, unmapped when the last object that uses them is gone."""
+    """Map zeroed bytes, which are unmapped when the last object that uses them is freed."""
     rights, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = _libc.mmap(None, size, rights, kind, -1, 0)
     if address in (None, ctypes.c_void_p(-1).value):
@@ -73,7 +73,7 @@ def _mapping(size: int) -> Any:
 
 
 def strips(image: Image.Image, pixels: int = _STRIP_PIXELS) -> list[tuple[int, int]]:
-    """The rows of an image, in parts of some milliseconds: first and behind the last."""
+    """Split the rows of an image into parts of some milliseconds: first row, and the row after the last."""
     rows = max(1, pixels // image.width)
     return [(top, min(image.height, top + rows)) for top in range(0, image.height, rows)]
 

@@ -1,4 +1,4 @@
-"""Both halves of a model of texts and images: the library's modules, the heads behind them, and their check at load."""
+"""Both halves of a model for texts and images: the library's modules, the heads after them, and their check at load."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from teimgr.models.layout import DualEncoder, FlexibleSteps, Layout
 
 log = logging.getLogger(__name__)
 
-_AT_A_TIME = 4  # pictures of each thread
-_LAYERS = (nn.Linear, PackedLinear, nn.Conv2d, nn.Conv3d)  # which take most of the time of a library's forward
-EXACT_COSINE = 0.99999  # of a known picture in a batch to itself alone, in float32
+_AT_A_TIME = 4  # pictures per thread
+_LAYERS = (nn.Linear, PackedLinear, nn.Conv2d, nn.Conv3d)  # these take most of the time of a library's forward
+EXACT_COSINE = 0.99999  # of a known picture in a batch to the same picture alone, in float32
 
 
 class TextTables(nn.Module):
-    """The embeddings of texts as the library computes them; it refuses a packed row as one text that is too long."""
+    """The text embeddings of the library, which refuses a packed row as one text that is too long."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class TextTables(nn.Module):
 
 
 def at_a_time(pictures: int, vision: nn.Module) -> int:
-    """How many of the pictures go through `vision` together: on a CPU few, between which queries come in."""
+    """Return how many pictures go through `vision` together: few on a CPU, so that queries run in between."""
     on_gpu = gpu.is_gpu(next(vision.parameters()).device)
     return pictures if on_gpu else _AT_A_TIME * torch.get_num_threads()
 
@@ -68,7 +68,7 @@ class PictureTower(nn.Module):
         self._table = table
 
     def forward(self, pictures: Sequence[Pixels]) -> Tensor:
-        """The vectors, not normalised."""
+        """Return the vectors, not normalised."""
         parameter = next(self.vision.parameters())
         step = at_a_time(len(pictures), self.vision)
         found = []
@@ -81,9 +81,9 @@ class PictureTower(nn.Module):
 
 
 class FlexibleTower(nn.Module):
-    """The image half of a model that reads pictures of several sizes: N of them → float32 [N, width of a vector].
+    """The image half of a model for pictures of several sizes: N pictures → float32 [N, vector width].
 
-    Pictures of one size go together, so that none needs padding: a vector is that of the picture alone.
+    Pictures of one size go together without padding, so a vector equals that of the picture alone.
     """
 
     def __init__(self, vision: Any, steps: FlexibleSteps) -> None:
@@ -93,7 +93,7 @@ class FlexibleTower(nn.Module):
         self._table = PixelTable(steps)
 
     def forward(self, pictures: Sequence[Pixels]) -> Tensor:
-        """The vectors, not normalised."""
+        """Return the vectors, not normalised."""
         by_shape: dict[tuple[int, ...], list[int]] = {}
         for place, picture in enumerate(pictures):
             by_shape.setdefault(picture.shape, []).append(place)
@@ -122,7 +122,7 @@ class FlexibleTower(nn.Module):
 
 
 class PicturedModel(Model):
-    """A model that reads images beside texts, on one device. `decoder` prepares its pictures, such as the `known`."""
+    """A model for images and texts on one device. `decoder` prepares its pictures, such as the `known` ones."""
 
     files = "pictures"
 
@@ -131,25 +131,25 @@ class PicturedModel(Model):
         self.decoder = decoder
         self.known = known
         self._reference: Tensor | None = None
-        self.native_layers: list[nn.Module] = []  # kept here too, where its memory is counted
+        self.native_layers: list[nn.Module] = []  # kept here so that its memory is counted
 
     def pack(self, inputs: Sequence[Encoded]) -> PackedBatch:
-        """A batch of inputs, whose pictures are decoded."""
+        """Pack inputs whose pictures are decoded into a batch."""
         return pack_with_pictures(inputs)
 
     def _vectors(self, batch: PackedBatch) -> None:
-        """None: a batch may have pictures."""
+        """Return None: a batch may have pictures."""
 
     def vectors(self, pictures: Sequence[Any]) -> Tensor:
-        """Of pictures of one size, float32 [N, width], or [N, tokens, width], on the device."""
+        """Compute the vectors of pictures of one size: float32 [N, width] or [N, tokens, width], on the device."""
         raise NotImplementedError
 
     def _vision(self) -> Any:
-        """The library's module of the image half, whose layers are its `encoder`, if there is one."""
+        """Return the library's module of the image half; its layers are its `encoder`, if it has one."""
         return None
 
     def give_way_within(self) -> None:
-        """On a CPU queries come in, from now on, before each layer that the library computes, of both halves."""
+        """On a CPU, let queries run before each layer that the library computes, in both halves, from now on."""
         if gpu.is_gpu(self.backbone.device):
             return
         halves = [one.owner for one in self._transformers()] + [one for one in (self._apart(),) if one is not None]
@@ -158,9 +158,9 @@ class PicturedModel(Model):
                 each.register_forward_pre_hook(lambda *_: give_way())
 
     def use_native_layers(self, dtype: torch.dtype, *, is_requested: bool) -> Tensor:
-        """The vectors of the known pictures. On a CPU the layers of the image half are computed by our library from now
-        on: in `dtype` where these vectors are close enough to those of the model's own layers, else in float32; where
-        that is not exact, its own stay.
+        """Return the vectors of the known pictures. On a CPU, replace the layers of the image half by our library's: in
+        `dtype` if the vectors stay close enough to those of the model's own layers, else in float32; if that is not
+        exact, keep the model's own layers.
         """
         vision = self._vision()
         if vision is None or gpu.is_gpu(self.backbone.device):
@@ -185,15 +185,16 @@ class PicturedModel(Model):
         return reference
 
     def _compute_first_rows_alone(self, layers: Any, known: Tensor) -> None:
-        """Let the last layer compute the first row of a picture alone, if no bit of `known` vectors changes by that."""
+        """Let the last layer compute only the first row of a picture, if no bit of the `known` vectors changes."""
         layers.first_alone = True
         try:
             layers.first_alone = torch.equal(self.vectors(self.known), known)
-        except (RuntimeError, IndexError, ValueError):  # of a head that reads all rows
+        except (RuntimeError, IndexError, ValueError):  # the head reads all rows
             layers.first_alone = False
 
     def _use_native_patches(self, vision: Any, dtype: torch.dtype, reference: Tensor, limit: float) -> Tensor | None:
-        """The known pictures' vectors with native patches; None, without these, where `reference` is too far away."""
+        """Return the known pictures' vectors with native patches; None, and no change, if they are too far from
+        `reference`."""
         own = put_native_patches(vision, dtype)
         found = self.vectors(self.known)
         if least_cosine(found, reference) >= limit:
@@ -204,12 +205,13 @@ class PicturedModel(Model):
         return None
 
     def _closeness(self) -> float:
-        """The lowest cosine of the known pictures to the reference."""
+        """Return the lowest cosine of the known pictures to the reference."""
         assert self._reference is not None
         return least_cosine(self.vectors(self.known).to(self._reference.device), self._reference)
 
     def check_pictures(self, together: Tensor) -> None:
-        """Check that the vectors of the known pictures, computed together, are finite, and those that each has alone.
+        """Check that the vectors of the known pictures, computed together, are finite and equal to those computed one
+        by one.
 
         Raises:
             ModelLoadFailed: they are not.
@@ -222,7 +224,7 @@ class PicturedModel(Model):
             raise ModelLoadFailed(f"the vector of one of the known {self.files} depends on those beside it")
 
     def _check_closeness(self, dtype: torch.dtype) -> None:
-        """Raises DeviatesError: in `dtype` known pictures are too far from their reference."""
+        """Raise DeviatesError if known pictures in `dtype` are too far from their reference."""
         if dtype is not torch.float32 and (cosine := self._closeness()) < MIN_COSINE:
             raise DeviatesError(dtype, f"known {self.files}", cosine)
 
@@ -237,13 +239,13 @@ class PicturedModel(Model):
 
 
 def least_cosine(here: Tensor, there: Tensor) -> float:
-    """The lowest cosine of rows; of pictures with a vector for each token, the lowest of the means."""
+    """Return the lowest cosine of rows; for pictures with a vector per token, the lowest cosine of the means."""
     cosines = functional.cosine_similarity(here.double(), there.double(), dim=-1).nan_to_num(-1.0)
     return float(cosines.reshape(len(here), -1).mean(dim=1).min())
 
 
 class DualModel(PicturedModel):
-    """A model of texts and images, or sounds, in one space. `tower` gives the vectors of these."""
+    """A model for texts and images, or sounds, in one space. `tower` computes the vectors of images or sounds."""
 
     def __init__(
         self, backbone: Transformer, heads: Heads, tower: nn.Module, decoder: FileDecoder, known: Sequence[Any]
@@ -253,7 +255,7 @@ class DualModel(PicturedModel):
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
-        """As of texts; of pictures there are dense vectors alone."""
+        """Return the outputs of texts; pictures only have dense vectors."""
         if not isinstance(batch, PicturedBatch):
             return super().run(batch, outputs)
         pictures = self.vectors(batch.pictures)
@@ -264,7 +266,7 @@ class DualModel(PicturedModel):
 
     @torch.inference_mode()
     def vectors(self, pictures: Sequence[Any]) -> Tensor:
-        """Of pictures, float32 [N, width of a vector], on the device."""
+        """Compute the vectors of pictures: float32 [N, vector width], on the device."""
         found: Tensor = self._tower(pictures)
         return found
 
@@ -275,7 +277,7 @@ class DualModel(PicturedModel):
         return getattr(self._tower, "vision", None)
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
-        """Move to `device`; the image half in `dtype` where that is close enough to float32 on known pictures."""
+        """Move to `device`; the image half in `dtype` if that is close enough to float32 on known pictures."""
         if self._reference is None:
             self._reference = self.vectors(self.known)
         super().place(weights, dtype, device)
@@ -290,13 +292,13 @@ class DualModel(PicturedModel):
         return next(self._tower.parameters()).dtype
 
     def broken_weight(self) -> str | None:
-        """The name of the first weight with NaN or infinity."""
+        """Return the name of the first weight with NaN or infinity."""
         broken = (name for name, weight in self._tower.named_parameters() if not torch.isfinite(weight).all())
         return super().broken_weight() or next(broken, None)
 
 
 def known_pictures(dual: DualEncoder) -> list[Pixels]:
-    """Pictures that every load makes alike: a slope of colours, stripes, and noise."""
+    """Make pictures that are equal at every load: a colour gradient, stripes, and noise."""
     down, right = np.mgrid[0 : dual.height, 0 : dual.width]
     slope = np.stack([down * 255 // dual.height, right * 255 // dual.width, (down + right) % 256])
     stripes = np.stack([(right // 7 % 2) * 255] * 3)
@@ -308,16 +310,16 @@ def load_dual_model(layout: Layout, device: torch.device, threads: int) -> DualM
     """Load a model of texts and images in float32.
 
     Raises:
-        ModelLoadFailed: weights are missing, of another shape, or it gives no finite vectors for known pictures.
+        ModelLoadFailed: weights are missing or have another shape, or vectors of known pictures are not finite.
     """
     dual = layout.dual
     assert dual is not None
     module: Any = load_module(layout, device)
     if layout.config["model_type"] == "clip":
         of_texts, of_images = module.text_projection, module.visual_projection
-    else:  # SigLIP has the projection of texts in their half, and none of images
+    else:  # SigLIP has the projection in the text half, and none for images
         of_texts, of_images = module.text_model.head, None
-        module.text_model.head = nn.Identity()  # computed in float32 behind the pooling, as all projections are
+        module.text_model.head = nn.Identity()  # computed in float32 after the pooling, like all projections
         if not module.vision_model.use_head:
             raise ModelLoadFailed("the image half of the model has no head (vision_use_head), so no vector of an image")
     module.text_model.embeddings = TextTables(module.text_model.embeddings)

@@ -1,7 +1,7 @@
-"""Models of queries and page images, with a vector for each token: their texts, and the library's forward for both.
+"""Models for queries and page images, with a vector per token: their texts, and the library's forward for both.
 
-A query and the tokens of an image are separate texts (`PageTexts`), and only a query is truncated. Texts are
-queries; a document is an image. What the library computes for pages of one size in one forward is one batch here.
+A query and the tokens of an image are separate texts (`PageTexts`), and only queries are truncated. Texts are
+queries; documents are images. Pages of one size are one batch, as in one forward of the library.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from teimgr.engine.weights.host import HostWeights
 from teimgr.errors import EmptyInput, InvalidInput, ModelLoadFailed, TeimgrError
 from teimgr.models.layout import DualEncoder, Layout, PageTexts, PairTemplate, PatchSteps, TileSteps
 
-_KNOWN = 2  # known pages: each is computed twice at load, in seconds by a large model on a CPU
-_TOKENS_TOGETHER = 1024  # of pages on a CPU
+_KNOWN = 2  # known pages: each is computed twice at load, which takes a large model seconds on a CPU
+_TOKENS_TOGETHER = 1024  # of pages that go through the model together on a CPU
 _OF_A_PAGE = "this model reads documents as images of their pages: send an image, or the text as a query"
 
 
 class PageTokenizer(PictureTokenizer):
-    """The tokenizer of a model of queries and page images."""
+    """The tokenizer of a model for queries and page images."""
 
     def __init__(self, layout: Layout, max_length: int) -> None:
         super().__init__(layout, max_length)
@@ -61,13 +61,13 @@ class PageTokenizer(PictureTokenizer):
         self.special_tokens = self._template.template_tokens
 
     def picture(self, data: bytes) -> Picture:
-        """An image file as an input of the model, by its header; raises as `read_picture`."""
+        """Read an image file as an input of the model, by its header; raises as `read_picture`."""
         picture = super().picture(data)
         ids = self._page_ids.of(*resized_shape(self._dual.steps, picture.width, picture.height))
         return replace(picture, tokens=len(ids))
 
     def patches(self, item: Input) -> NDArray[np.int64] | None:
-        """Of a page, which are the whole of it, from the top left."""
+        """Return the places of a page's patches among its vectors, int64 [rows, columns]; None for a text."""
         if not isinstance(item, Picture):
             return None
         return self._page_ids.patches(*resized_shape(self._dual.steps, item.width, item.height))
@@ -96,19 +96,19 @@ class PageTokenizer(PictureTokenizer):
         return None
 
 
-# Around the squares of an image, in the words of Idefics3's processor.
+# The texts around the squares of an image, as in Idefics3's processor.
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
 class PageIds:
-    """The token ids of a page, by the size that its image is resized to."""
+    """The token ids of a page, by the size to which its image is resized."""
 
     def __init__(self, library: TokenizerLibrary, pages: PageTexts, dual: DualEncoder) -> None:
-        """Raises ModelLoadFailed where the tokenizer has no token of an image."""
+        """Raise ModelLoadFailed if the tokenizer has no image token."""
         self._library = library
         self._pages = pages
         self._dual = dual
-        self._made: dict[str, NDArray[np.int64]] = {}  # of a text for each grid of squares, or of one
+        self._made: dict[str, NDArray[np.int64]] = {}  # one text for each grid of squares, or for a single square
         self.image_id = self._id(pages.image_token)
         if isinstance(dual.steps, TileSteps):
             most = range(1, -(-dual.steps.longest // dual.steps.tile) + 1)
@@ -133,19 +133,19 @@ class PageIds:
         return np.repeat(ids, np.where(ids == self.image_id, each, 1))
 
     def patches(self, across: int, down: int) -> NDArray[np.int64]:
-        """The places of a page's patches among its vectors: [rows, columns]."""
+        """Return the places of a page's patches among its vectors: int64 [rows, columns]."""
         steps, found = self._dual.steps, np.flatnonzero(self.of(across, down) == self.image_id)
         if isinstance(steps, PatchSteps):
             return found.reshape(down // steps.unit, across // steps.unit)
         side = math.isqrt(self._dual.image_tokens)
         rows, columns = grid_of(steps, across, down) if isinstance(steps, TileSteps) else (1, 1)
         rows, columns = max(rows, 1), max(columns, 1)
-        squares = found[: rows * columns * side * side].reshape(rows, columns, side, side)  # the whole page is behind
+        squares = found[: rows * columns * side * side].reshape(rows, columns, side, side)  # the whole page follows
         return squares.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)
 
 
 def _in_squares(token: str, rows: int, columns: int) -> str:
-    """The text of an image in `rows` x `columns` squares, and of the whole of it, each with one `token`."""
+    """Return the text of an image in `rows` x `columns` squares and of the whole image, each with one `token`."""
     lines = [
         "".join(f"{_AROUND}<row_{row}_col_{column}>{token}" for column in range(1, columns + 1)) + "\n"
         for row in range(1, rows + 1)
@@ -154,7 +154,7 @@ def _in_squares(token: str, rows: int, columns: int) -> str:
 
 
 class QueryHalf(nn.Module):
-    """The library's forward for token ids alone: its vectors of length 1 as `logits`."""
+    """The library's forward for token ids alone; its `logits` are vectors of length 1."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -169,29 +169,29 @@ class QueryHalf(nn.Module):
 
 
 def _of_ids(module: Any, ids: Tensor) -> dict[str, Tensor]:
-    """What the library's processor gives beside the ids: all tokens count, and ColPali's attend to all others."""
+    """Return the further arguments of the library's processor: all tokens count, and ColPali's attend to all others."""
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return given | ({"token_type_ids": torch.zeros_like(ids)} if module.config.model_type == "colpali" else {})
 
 
 class PageBackbone(WholeModel):
-    """The library's forward for queries, whose layers our library computes where it can; pages go through them too.
+    """The library's forward for queries and pages; our library computes its layers where it can.
 
-    `of_page` gives the vectors of a known page.
+    `of_page` computes the vectors of a known page.
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
         super().__init__(QueryHalf(module), 0, device)
         self._whole = module
         self.of_page: Callable[[], Tensor]
-        self._halves: NativeHalves | None = None  # kept here too, where its memory is counted
+        self._halves: NativeHalves | None = None  # kept here so that its memory is counted
 
     def make_native(self, dtype: torch.dtype) -> None:
-        """Compute the layers of both halves natively from now on; what is around them stays the library's.
+        """Compute the layers of both halves natively from now on; the library still computes the parts around them.
 
         Raises:
-            CannotLowerError: as of others, or the vectors of a known page are too far from the library's in float32;
-                nothing is changed.
+            CannotLowerError: as for other models, or the vectors of a known page deviate too much from the library's in
+                float32; nothing is changed.
         """
         if gpu.is_gpu(self.device) or dtype is torch.int8:
             raise CannotLowerError("not on a CPU" if gpu.is_gpu(self.device) else "pages are not computed in int8")
@@ -210,7 +210,7 @@ class PageBackbone(WholeModel):
 
 
 class OwnVectors:
-    """The head of a model whose forward gives the vectors: all tokens of a query have one."""
+    """The head of a model whose forward gives the vectors: each token of a query has one."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -220,7 +220,7 @@ class OwnVectors:
 
 
 class PageModel(PicturedModel):
-    """A model of queries and page images on one device."""
+    """A model for queries and page images on one device."""
 
     files = "pages"
     is_packed = False
@@ -239,7 +239,7 @@ class PageModel(PicturedModel):
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
-        """As of queries; of pages a vector for each token too, behind those of the queries."""
+        """Return the vectors of the queries' tokens, followed by one vector per token of each page (MULTI_VECTOR)."""
         if not isinstance(batch, PicturedBatch):
             return super().run(batch, outputs)
         parts, lengths = [], []
@@ -254,8 +254,8 @@ class PageModel(PicturedModel):
         return {Output.MULTI_VECTOR: Rows(torch.cat(parts), to_device(borders, self.backbone.device))}
 
     def _groups(self, pictures: Sequence[Pixels]) -> list[list[Pixels]]:
-        """Neighbours of one size, on a CPU no more than queries may wait for between two layers; those of many squares,
-        each of as many patches as a page of others, alone.
+        """Group neighbouring pages of one size; on a CPU, at most as many as queries may wait for between two layers. A
+        page of many squares, each with as many patches as another model's page, is alone in its group.
         """
         if isinstance(self._dual.steps, TileSteps):
             return [[one] for one in pictures]
@@ -268,7 +268,7 @@ class PageModel(PicturedModel):
 
     @torch.inference_mode()
     def vectors(self, pictures: Sequence[Pixels]) -> Tensor:
-        """Of pages of one size, float32 [N, tokens, width], on the device."""
+        """Compute the vectors of pages of one size: float32 [N, tokens, width], on the device."""
         numbers = self._table.numbers(pictures)
         steps = self._dual.steps
         down, across = numbers.shape[2:]
@@ -286,7 +286,7 @@ class PageModel(PicturedModel):
         return found.float()
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
-        """Move to `device`; raises DeviatesError: known pages deviate too much from those in float32."""
+        """Move to `device`; raises DeviatesError if known pages deviate too much from those in float32."""
         if self._reference is None:
             self._reference = self.vectors(self.known)
         super().place(weights, dtype, device)
@@ -294,7 +294,8 @@ class PageModel(PicturedModel):
 
 
 def patches(numbers: Tensor, steps: PatchSteps) -> Tensor:
-    """[N, 3, height, width] → [N, patches, numbers of a patch], each twice, as of a film of two equal pictures."""
+    """[N, 3, height, width] → [N, patches, numbers of a patch]; each picture counts twice, as two equal frames of a
+    film."""
     pages, colours, height, width = numbers.shape
     patch, merge = steps.patch, steps.unit // steps.patch
     down, across = height // patch, width // patch
@@ -304,7 +305,8 @@ def patches(numbers: Tensor, steps: PatchSteps) -> Tensor:
 
 
 def squares(numbers: Tensor, tile: int) -> Tensor:
-    """[N, 3, height, width] → [N, squares, 3, tile, tile], row by row; of the last row the first square alone."""
+    """[N, 3, height, width] → [N, squares, 3, tile, tile], row by row; only the first square of the last row is
+    kept."""
     pages, colours, height, width = numbers.shape
     down, across = height // tile, width // tile
     split = numbers.reshape(pages, colours, down, tile, across, tile).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
@@ -312,10 +314,10 @@ def squares(numbers: Tensor, tile: int) -> Tensor:
 
 
 def load_page_model(layout: Layout, device: torch.device, threads: int) -> PageModel:
-    """Load a model of queries and page images in float32.
+    """Load a model for queries and page images in float32.
 
     Raises:
-        ModelLoadFailed: weights are missing, or of another shape.
+        ModelLoadFailed: weights are missing or have another shape.
     """
     assert layout.dual is not None
     return PageModel(load_module(layout, device), layout, device, PictureDecoder(layout.dual, threads))

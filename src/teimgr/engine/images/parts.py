@@ -1,6 +1,6 @@
-"""What an image file consists of, before Pillow: the parts that its pixels come from, and the turn in its EXIF or XMP.
+"""Reads an image file's parts before Pillow does: the parts with its pixels, and the orientation in its EXIF or XMP.
 
-Pillow reads comments, profiles and EXIF in Python, with work that their sender chooses: it is given none of them.
+Pillow reads comments, profiles and EXIF in Python, at a cost that the sender chooses, so it gets none of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple
 from teimgr.wire.gil import Rests
 
 _MAX_PARTS = 2_000  # segments, chunks or blocks of a file: a photograph has some dozens
-_PART_BYTES = 2_048  # for each of which pixels may be in one more: encoders write them in chunks of some KiB
-_MAX_TABLE_BYTES = 2**17  # of what stands before the pixels of a JPEG; tables and an image's head take some KiB
+_PART_BYTES = 2_048  # a file may have one more part per this many bytes of pixels: encoders write chunks of some KiB
+_MAX_TABLE_BYTES = 2**17  # before the pixels of a JPEG; its tables and an image's head take some KiB
 _MAX_SCANS = 100  # of a JPEG, each over all pixels: encoders write a dozen
-_MAX_FILL_BYTES = 64  # before a marker of JPEG
+_MAX_FILL_BYTES = 64  # before a JPEG marker
 _MAX_EXIF_BYTES = 2**16
 _STEP_BYTES = 2**20  # of a JPEG, searched at a time
 _EXIF = b"Exif\0\0"
@@ -30,12 +30,12 @@ _WEBP_FIRST, _FRAME_HEAD = 12, 16  # where its parts begin, and those of a frame
 
 
 class BrokenFileError(Exception):
-    """The file is cut, or has more parts than are read."""
+    """The file is truncated, or has too many parts."""
 
 
 class Parts(NamedTuple):
-    """`pixels` is a file of the same format with what decoding needs alone; `turn` is EXIF's orientation, 1 to 8, or
-    XMP's where that has none.
+    """`pixels` is a file of the same format with only what decoding needs; `turn` is EXIF's orientation, 1 to 8, or
+    XMP's if EXIF has none.
     """
 
     pixels: bytes
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
 
 
 def read(data: bytes, form: str) -> Parts:
-    """The parts of a JPEG, PNG, GIF or WEBP file; raises BrokenFileError."""
+    """Read the parts of a JPEG, PNG, GIF or WEBP file; raises BrokenFileError."""
     kept, exif, xmp = _READERS[form](data)
     turn = _orientation(exif)
     if turn is None:
@@ -53,7 +53,7 @@ def read(data: bytes, form: str) -> Parts:
 
 
 def _orientation(exif: bytes) -> int | None:
-    """EXIF's orientation from the first directory; 0 if it is not a whole number, None if it is absent."""
+    """Return EXIF's orientation from the first directory; 0 if it is not a whole number, None if it is absent."""
     exif = exif[:_MAX_EXIF_BYTES].removeprefix(_EXIF)
     order = _ORDERS.get(exif[:4])
     try:
@@ -66,17 +66,17 @@ def _orientation(exif: bytes) -> int | None:
             if tag == _ORIENTATION:
                 [value] = struct.unpack_from(f"{order}{_SIZES.get(kind, 'x')}", exif, at + 8) or (0,)
                 return int(value) if number == 1 else 0
-    except struct.error:  # beyond its end
+    except struct.error:  # an offset beyond the end of the data
         pass
     return None
 
 
-_Found = tuple[list[memoryview] | None, bytes, bytes]  # what is kept, None: all; EXIF and XMP, empty without one
+_Found = tuple[list[memoryview] | None, bytes, bytes]  # parts to keep, None for all; EXIF and XMP, empty without one
 
 
 def _jpeg(data: bytes) -> _Found:
-    """The segments of a JPEG that decoding needs: no comments, and of applications' segments only JFIF and Adobe, which
-    give the colour space.
+    """Return the segments of a JPEG that decoding needs: no comments, and only JFIF and Adobe of the application
+    segments, since they set the colour space.
     """
     view, at, counter, exif, xmp, tables = memoryview(data), 2, _Counter(), b"", b"", 0
     kept = [view[:2]]
@@ -90,7 +90,7 @@ def _jpeg(data: bytes) -> _Found:
             raise BrokenFileError
         counter.add()
         marker, start = data[at], at - 1
-        if marker == 0xDA:  # the picture begins
+        if marker == 0xDA:  # start of scan: the picture begins
             if _has_many_scans(data, at):
                 raise BrokenFileError
             return [*kept, view[start:]], exif, xmp
@@ -117,7 +117,7 @@ def _has_many_scans(data: bytes, at: int) -> bool:
     """True if more than `_MAX_SCANS` begin from there to the end of the picture; in steps: a search holds the GIL."""
     scans, rests = 0, Rests()
     for begin in range(at, len(data), _STEP_BYTES):
-        stop = begin + _STEP_BYTES + 1  # of a marker one byte may be in the next step
+        stop = begin + _STEP_BYTES + 1  # one byte of a marker may be in the next step
         end = data.find(b"\xff\xd9", begin, stop)
         scans += data.count(b"\xff\xda", begin, stop if end < 0 else end)
         if scans > _MAX_SCANS or end >= 0:
@@ -151,7 +151,7 @@ def _png(data: bytes) -> _Found:
 
 
 def _gif(data: bytes) -> _Found:
-    """Of what stands before the first image the block that names its transparent colour."""
+    """Return the parts of a GIF; before the first image only the block that names its transparent colour is kept."""
     view, at, counter = memoryview(data), 13, _Counter()
     if len(data) > 10 and data[10] & 0x80:
         at += 3 << (data[10] & 7) + 1
@@ -174,7 +174,7 @@ def _gif(data: bytes) -> _Found:
 
 
 def _webp(data: bytes) -> _Found:
-    """All of it: the library of WebP reads its parts, not a loop in Python."""
+    """Return all parts: libwebp reads them, not a loop in Python."""
     at, counter, found = _WEBP_FIRST, _Counter(len(data)), dict[bytes, bytes]()
     while at + 8 <= len(data):
         counter.add()
@@ -186,7 +186,7 @@ def _webp(data: bytes) -> _Found:
 
 
 class Frame(NamedTuple):
-    """A frame of an animation, as a still image: its size, and where on the picture its upper left corner is."""
+    """A frame of an animation, as a still image: its size, and the position of its upper left corner in the picture."""
 
     file: bytes
     size: tuple[int, int]
@@ -194,10 +194,10 @@ class Frame(NamedTuple):
 
 
 def first_webp_frame(data: bytes) -> Frame | None:
-    """The first frame of a WEBP animation; None of a still image.
+    """Return the first frame of a WEBP animation; None for a still image.
 
     Raises:
-        OSError: it has none, or one without pixels.
+        OSError: it has no frame, or a frame without pixels.
     """
     is_animation = False
     for kind, begin, end in _webp_parts(data, _WEBP_FIRST, len(data)):
@@ -215,7 +215,7 @@ def first_webp_frame(data: bytes) -> Frame | None:
 
 
 def _still(data: bytes, begin: int, end: int, size: tuple[int, int]) -> bytes:
-    """A file of the image in these parts of a frame."""
+    """Make a file of the image in these parts of a frame."""
     kept = {kind: data[first - 8 : last + (last - first) % 2] for kind, first, last in _webp_parts(data, begin, end)}
     pixels = kept.get(b"VP8 ") or kept.get(b"VP8L")
     if not pixels:
@@ -227,7 +227,7 @@ def _still(data: bytes, begin: int, end: int, size: tuple[int, int]) -> bytes:
 
 
 def _webp_parts(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
-    """The first parts between `at` and `end`: kind, and where their content begins and ends."""
+    """Yield the first parts between `at` and `end`: kind, and where their content begins and ends."""
     for _ in range(_MAX_PARTS):
         if at + 8 > end:
             return
@@ -237,7 +237,7 @@ def _webp_parts(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, in
 
 
 class _Counter:
-    """Counts the parts of a file, those with `size` bytes of pixels among them."""
+    """Counts the parts of a file, including those with `size` bytes of pixels."""
 
     def __init__(self, size: int = 0) -> None:
         self._left = _MAX_PARTS + size // _PART_BYTES

@@ -1,7 +1,7 @@
 """Pixels as the library's image processor makes them with Pillow, bit for bit.
 
-A picture is kept as bytes after resizing and cropping, a quarter of the size of the numbers that the model reads.
-These are looked up when its batch begins (`PixelTable`).
+A picture is kept as bytes after resizing and cropping, which takes a quarter of the memory of the model's numbers.
+`PixelTable` converts the bytes when the batch begins.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from teimgr.errors import InvalidInput
 from teimgr.models.layout import DualEncoder, FlexibleSteps, PatchSteps, PixelSteps, SoftSteps, TileSteps
 
 Pixels = NDArray[np.uint8]
-"""Of one picture: [3, height, width]. With `TileSteps` the whole image in one square is below its several squares."""
+"""Pixels of one picture: [3, height, width]. With `TileSteps` the whole image, as one square, follows its squares."""
 _SCALE_STEP, _MAX_SCALE = 1e-5, 100.0  # of SigLIP2's image processor
 _STRIP_PIXELS = 2**17  # of an image, resized in about a millisecond
 _MAX_RATIO = 200  # of the sides, in Qwen2-VL's image processor
 
 
 def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]:
-    """Width and height after resizing.
+    """Return width and height after resizing.
 
     Raises:
-        InvalidInput: resizing would make too many pixels, because one side is far longer than the other.
+        InvalidInput: resizing would make too many pixels, since one side is far longer than the other.
     """
     if isinstance(steps, SoftSteps):
         return _soft_shape(steps, width, height)
@@ -55,7 +55,7 @@ def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]
 
 
 def _shape_of_patches(steps: PatchSteps, width: int, height: int) -> tuple[int, int]:
-    """The size that Qwen2-VL's image processor resizes to, number for number."""
+    """Return the size that Qwen2-VL's image processor resizes to, number for number."""
     shown = f"{width} x {height}"
     if steps.first is not None:
         width, height = _first_shape(steps, width, height)
@@ -69,14 +69,14 @@ def _shape_of_patches(steps: PatchSteps, width: int, height: int) -> tuple[int, 
 
 
 def _first_shape(steps: PatchSteps, width: int, height: int) -> tuple[int, int]:
-    """The size that Qwen's tools resize to before the image processor does, which make no side 0."""
+    """Return the size that Qwen's tools resize to before the image processor; no side becomes 0."""
     assert steps.first is not None
     across, down = (max(steps.unit, round(side / steps.unit) * steps.unit) for side in (width, height))
     return _within(steps.unit, steps.first, (width, height), (across, down))
 
 
 def _within(unit: int, bounds: tuple[int, int], given: tuple[int, int], rounded: tuple[int, int]) -> tuple[int, int]:
-    """A size in multiples of `unit` with as many pixels as `bounds` allow."""
+    """Return a size in multiples of `unit` whose number of pixels is within `bounds`."""
     (least, most), (width, height), (across, down) = bounds, given, rounded
     if down * across > most:
         scale = math.sqrt((height * width) / most)
@@ -89,7 +89,7 @@ def _within(unit: int, bounds: tuple[int, int], given: tuple[int, int], rounded:
 
 
 def _soft_shape(steps: SoftSteps, width: int, height: int) -> tuple[int, int]:
-    """The size that Gemma 4's image processor resizes to, number for number."""
+    """Return the size that Gemma 4's image processor resizes to, number for number."""
     factor = math.sqrt(steps.most / (height * width))
     across, down = (math.floor(factor * side / steps.unit) * steps.unit for side in (width, height))
     longest = steps.most // steps.unit
@@ -101,7 +101,7 @@ def _soft_shape(steps: SoftSteps, width: int, height: int) -> tuple[int, int]:
 
 
 def _shape_within(steps: FlexibleSteps, width: int, height: int) -> tuple[int, int]:
-    """The size that SigLIP2's image processor resizes to, number for number: its scale is found by halving."""
+    """Return the size that SigLIP2's image processor resizes to, number for number: its scale is found by bisection."""
 
     def scaled(side: int, scale: float) -> int:
         return max(steps.patch, math.ceil(side * scale / steps.patch) * steps.patch)
@@ -117,7 +117,7 @@ def _shape_within(steps: FlexibleSteps, width: int, height: int) -> tuple[int, i
 
 
 def _shapes_of_tiles(steps: TileSteps, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The two sizes that Idefics3's image processor resizes to one after the other, number for number."""
+    """Return the two sizes that Idefics3's image processor resizes to in sequence, number for number."""
 
     def even(side: int) -> int:
         return max(1, side + side % 2)
@@ -139,18 +139,18 @@ def _shapes_of_tiles(steps: TileSteps, width: int, height: int) -> tuple[tuple[i
 
 
 def grid_of(steps: TileSteps, across: int, down: int) -> tuple[int, int]:
-    """The rows and columns of squares in a resized image; none where it is one square."""
+    """Return the rows and columns of squares in a resized image; zeros if it is one square."""
     rows, columns = down // steps.tile, across // steps.tile
     return (0, 0) if rows * columns == 1 else (rows, columns)
 
 
 def tokens_of(dual: DualEncoder, width: int, height: int) -> int:
-    """The tokens that an image of this size takes; raises InvalidInput: as `resized_shape`."""
+    """Return the tokens that an image of this size takes; raises InvalidInput as `resized_shape`."""
     return tokens_in(dual, *resized_shape(dual.steps, width, height))
 
 
 def tokens_in(dual: DualEncoder, across: int, down: int) -> int:
-    """The tokens of an image that was resized to `across` x `down`."""
+    """Return the tokens of an image that was resized to `across` x `down`."""
     steps = dual.steps
     if isinstance(steps, TileSteps):
         rows, columns = grid_of(steps, across, down)
@@ -161,7 +161,7 @@ def tokens_in(dual: DualEncoder, across: int, down: int) -> int:
 
 
 def prepare(image: Image.Image, steps: PixelSteps) -> Pixels:
-    """The pixels of an RGB image, resized and cropped; raises InvalidInput: as `resized_shape`."""
+    """Return the pixels of an RGB image, resized and cropped; raises InvalidInput as `resized_shape`."""
     if isinstance(steps, TileSteps):
         return _squares(image, steps)
     shape = resized_shape(steps, *image.size)
@@ -175,9 +175,9 @@ def prepare(image: Image.Image, steps: PixelSteps) -> Pixels:
 
 
 def _resized(image: Image.Image, size: tuple[int, int], resample: Image.Resampling) -> Image.Image:
-    """Like `image.resize`, bit for bit; a large image in steps, between which queries are computed.
+    """Like `image.resize`, bit for bit; a large image is resized in steps, so that queries run in between.
 
-    Pillow computes columns before rows where that is less work, as of tall images that lose much of their height.
+    Pillow computes columns before rows if that is less work, as for tall images that become much lower.
     """
     (width, height), (across, down) = image.size, size
     is_tall = 2 * height > 3 * width or height * across > width * (down + 1)
@@ -205,7 +205,7 @@ def _squares(image: Image.Image, steps: TileSteps) -> Pixels:
 
 
 def _cropped(rows: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """The middle of [H, W, 3], with black around a smaller image."""
+    """Crop [H, W, 3] to its middle, with black around a smaller image."""
     given_height, given_width = rows.shape[:2]
     top, left = (given_height - height) // 2, (given_width - width) // 2
     if top >= 0 and left >= 0:
@@ -218,7 +218,7 @@ def _cropped(rows: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uin
 
 
 class PixelTable:
-    """The number that the model reads for each byte of each colour: rescaled and normalised, in float32."""
+    """The model's number for each byte of each colour: rescaled and normalised, in float32."""
 
     def __init__(self, steps: PixelSteps) -> None:
         levels = np.arange(256, dtype=np.float32)
@@ -230,7 +230,7 @@ class PixelTable:
             self._table = (self._table - mean[:, None]) / deviation[:, None]
 
     def numbers(self, pictures: Sequence[Pixels]) -> torch.Tensor:
-        """Pictures of one size → float32 [pictures, 3, height, width]."""
+        """Convert pictures of one size to float32 [pictures, 3, height, width]."""
         found = np.empty((len(pictures), *pictures[0].shape), np.float32)
         for place, pixels in enumerate(pictures):
             for colour in range(3):

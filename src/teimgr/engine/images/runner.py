@@ -1,4 +1,4 @@
-"""Batches with pictures on their way through the model: pictures that cannot be decoded fail, each alone."""
+"""Runs batches with pictures; a picture that cannot be decoded fails alone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from teimgr.wire.text_column import SharedTexts, TextColumn
 
 
 class PictureIntake(Intake):
-    """An intake that counts the tokens of pictures, which are known before they are decoded."""
+    """An intake that counts the tokens of pictures, which are known before decoding."""
 
     def estimate(self, job: Job, options: TokenizeOptions) -> int:
-        """Tokens of a job, before it is tokenized."""
+        """Estimate the tokens of a job before it is tokenized."""
         texts = super().estimate(job, options)
         if isinstance(job.inputs, (TextColumn, SharedTexts)):
             return texts
@@ -30,7 +30,7 @@ class PictureIntake(Intake):
 
 
 class PictureRunner(Runner):
-    """A runner of a model of texts and images: pictures are never computed on a caller's thread."""
+    """A runner for models of texts and images; pictures are never computed on a caller's thread."""
 
     _pack: Callable[..., Any]
 
@@ -40,7 +40,7 @@ class PictureRunner(Runner):
         self._pack = self._model.pack
 
     def serve_queries(self, entries: list[QueueEntry]) -> bool:
-        """As of texts, for texts alone."""
+        """Serve queries of texts alone, as `Runner` does."""
         return not _has_pictures(entries) and super().serve_queries(entries)
 
     def _execute_last(self, left: list[list[QueueEntry]]) -> None:
@@ -68,7 +68,7 @@ class PictureRunner(Runner):
         try:
             return super()._start(left, distinct)
         finally:
-            self._token_s = of_texts  # which tells how long a query of texts takes
+            self._token_s = of_texts  # the time of a text query is estimated from texts alone
 
 
 def _has_pictures(entries: Sequence[QueueEntry]) -> bool:

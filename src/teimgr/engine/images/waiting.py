@@ -1,7 +1,7 @@
-"""Pictures that wait for their batch: decoded ahead of it on a few threads, within bounds of memory.
+"""Decodes pictures on a few threads ahead of their batch, within memory bounds.
 
-Two bounds hold at any moment: the pixels of files that are being decoded, and the bytes of pictures that are decoded
-and not yet taken. A picture that is needed before its turn is decoded by the thread that needs it.
+Two bounds always hold: on the pixels of files being decoded, and on the bytes of decoded pictures not yet taken. A
+picture that is needed before its turn is decoded by the thread that needs it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 MAX_THREADS = 4
 AHEAD_BYTES = 64 * 2**20
-_WAIT_S = 0.03  # at most, for each picture: queries that are computed at the moment have the cores
-_NICENESS = 6  # behind the forward: what queries and batches leave is for pictures to come
+_WAIT_S = 0.03  # at most, per picture: queries that are being computed have the cores
+_NICENESS = 6  # lower priority than the forward: pictures use the cores that queries and batches leave
 
 
 class WaitingPicture:
-    """A picture on its way; `take` gives its pixels."""
+    """A picture that may still be decoded; `take` returns its pixels."""
 
     __slots__ = ("__weakref__", "_decoder", "_done", "_held_bytes", "_result", "_started", "picture")
 
@@ -45,7 +45,7 @@ class WaitingPicture:
         self._result: Any = None
 
     def take(self) -> Any:
-        """The pixels, or why they could not be had; the caller decodes them if no thread has begun."""
+        """Return the pixels, or the error; the calling thread decodes them if no thread has begun."""
         if not self._done.is_set() and self.claim():
             self._decoder.decode_now(self)
         self._done.wait()
@@ -54,18 +54,18 @@ class WaitingPicture:
         return self._result
 
     def claim(self) -> bool:
-        """True if the caller has to decode it; True once."""
+        """True, once, for the caller that has to decode it."""
         with self._decoder.lock:
             was_started, self._started = self._started, True
         return not was_started
 
     def finish(self, result: Any, held_bytes: int) -> None:
-        """It is decoded; `held_bytes` count until it is taken or dropped."""
+        """Store the result; `held_bytes` count until it is taken or dropped."""
         self._result, self._held_bytes = result, held_bytes
         self._done.set()
 
     def release(self) -> int:
-        """The bytes that were held for it, which are not from now on."""
+        """Stop holding its bytes, and return how many were held."""
         held, self._held_bytes = self._held_bytes, 0
         return held
 
@@ -75,15 +75,15 @@ class WaitingPicture:
 
 
 class FileDecoder:
-    """Decodes files of one model, on `threads` threads and on those that need one at once. Thread-safe.
+    """Decodes files of one model, on `threads` threads and on threads that need a file at once. Thread-safe.
 
-    Of all that are decoded at a time the sizes are at most `most`.
+    Files being decoded have at most `most` in total, measured by `size_of`.
     """
 
     most: int
 
     def __init__(self, threads: int) -> None:
-        self.lock = threading.RLock()  # reentrant: a dropped picture is released wherever that happens
+        self.lock = threading.RLock()  # reentrant: a picture may be dropped, and so released, anywhere
         self._changed = threading.Condition(self.lock)
         self._waiting: deque[weakref.ref[WaitingPicture]] = deque()
         self._in_flight = 0
@@ -99,21 +99,21 @@ class FileDecoder:
             thread.start()
 
     def close(self) -> None:
-        """The threads end behind what they decode."""
+        """Let the threads end after what they are decoding."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def size_of(self, file: Any) -> int:
-        """How much it counts while it is decoded."""
+        """Return how much a file counts while it is decoded."""
         raise NotImplementedError
 
     def prepared(self, file: Any) -> Any:
-        """What the model reads of a file; raises InvalidInput: it is broken."""
+        """Return what the model reads of a file; raises InvalidInput if it is broken."""
         raise NotImplementedError
 
     def expect(self, pictures: Iterable[MediaFile]) -> list[WaitingPicture]:
-        """The pictures, to be decoded in this order if nothing needs one earlier."""
+        """Queue pictures to be decoded in this order, unless one is needed earlier."""
         expected = [WaitingPicture(picture, self) for picture in pictures]
         with self._changed:
             self._waiting.extend(map(weakref.ref, expected))
@@ -121,7 +121,7 @@ class FileDecoder:
         return expected
 
     def decode_now(self, waiting: WaitingPicture) -> None:
-        """Decode a claimed picture on this thread, when there is room for its pixels."""
+        """Decode a claimed picture on this thread, once there is room for its pixels."""
         size = self.size_of(waiting.picture)
         with self._changed:
             self._changed.wait_for(lambda: self._has_room(size))
@@ -129,7 +129,7 @@ class FileDecoder:
         self._decode(waiting, size, is_ahead=False)
 
     def taken(self, waiting: WaitingPicture) -> None:
-        """A picture was taken or dropped."""
+        """Note that a picture was taken or dropped."""
         with self._changed:
             self._held_bytes -= waiting.release()
             self._changed.notify_all()
@@ -146,7 +146,7 @@ class FileDecoder:
             del waiting, found
 
     def _next(self) -> tuple[WaitingPicture, int] | None:
-        """The next picture that no thread has begun, claimed; waits for one and for room."""
+        """Claim the next picture that no thread has begun; waits for one and for room."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or (self._waiting and self._held_bytes < AHEAD_BYTES))
@@ -184,7 +184,7 @@ class FileDecoder:
             return error
         except MemoryError:
             return InferenceFailed(f"There is no memory to decode a {picture.format} file of {picture.nbytes:,} bytes")
-        except Exception as error:  # of any kind: only this file fails
+        except Exception as error:  # any error: only this file fails
             log.exception("a file cannot be decoded")
             return InferenceFailed(f"Backend error: the file cannot be decoded: {type(error).__name__}")
 
@@ -199,9 +199,9 @@ class PictureDecoder(FileDecoder):
         self._dual = dual
 
     def size_of(self, file: Picture) -> int:
-        """Its pixels."""
+        """Return its number of pixels."""
         return file.width * file.height
 
     def prepared(self, file: Picture) -> Pixels:
-        """Its pixels behind the model's own steps; raises InvalidInput."""
+        """Return its pixels after the model's own steps; raises InvalidInput."""
         return prepare(decode(file.data), self._dual.steps)
