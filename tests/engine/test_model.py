@@ -18,8 +18,8 @@ from tests.support.native import needs_native_forward
 from torch import Tensor
 
 from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
-from teimgr.engine.heads import VectorRows
 from teimgr.engine.job import Input, Job, Lane, Output, Pair
+from teimgr.engine.model import VectorRows
 from teimgr.errors import EmptyInput, InputTooLong, InvalidInput, WrongModelKind
 
 DENSE, SPARSE, TOKENS, MULTI_VECTOR, SCORES = (frozenset({output}) for output in Output)

@@ -11,7 +11,7 @@ import grpc
 import uvloop
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from teimgr.wire.grpc_core.rpc_table import SERVICE
+from teimgr.wire.grpc_core.rpc import SERVICE
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.rpc import ALLOWED, ANSWER_LIMIT_S, ARROW_SERVICES, TEI_SERVICES, Call, arrow_calls, calls
 from tests.fuzz.surface import Report

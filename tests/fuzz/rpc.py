@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from teimgr.wire.grpc_core.rpc_table import SERVICE
+from teimgr.wire.grpc_core.rpc import SERVICE
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from tests.fuzz.bytes_of import arrow_bodies, broken, messages, names

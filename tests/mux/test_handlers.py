@@ -27,7 +27,7 @@ from teimgr.errors import Code, error_from_code
 from teimgr.http.auth.policy import Key, Policy, PolicyInForce, digest
 from teimgr.http.server import bind
 from teimgr.mux import handlers
-from teimgr.mux.call_counters import CallCounters
+from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import InferenceCall, MuxHandlers
 from teimgr.mux.health import MuxHealth
 from teimgr.mux.server import GrpcServer

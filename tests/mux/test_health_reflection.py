@@ -21,7 +21,7 @@ from teimgr.errors import WrongModelKind
 from teimgr.mux.health import MuxHealth
 from teimgr.spec import RouteEntry, State
 from teimgr.wire.frames import Flag, Method
-from teimgr.wire.grpc_core.rpc_table import RPCS, Shape
+from teimgr.wire.grpc_core.rpc import RPCS, Shape
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2

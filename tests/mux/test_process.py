@@ -33,7 +33,7 @@ from teimgr.errors import InvalidConfig
 from teimgr.http.auth.policy import CertificateRules, Key, Policy, digest
 from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.spec import RouteEntry, State
-from teimgr.wire.grpc_core.rpc_table import FILES, RPCS, SERVICE, Rpc, Shape
+from teimgr.wire.grpc_core.rpc import FILES, RPCS, SERVICE, Rpc, Shape
 from teimgr.wire.status import CODE_KEY
 
 Status = grpc.StatusCode

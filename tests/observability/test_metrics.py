@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.rest_listener import Front
 
-from teimgr.mux.call_counters import CallCounters
+from teimgr.mux.forwarding import CallCounters
 from teimgr.observability import catalogue
 from teimgr.spec import InstanceSpec
 

@@ -25,7 +25,7 @@ from tests.support.fork_server import fork_program
 from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
 from teimgr.spec import RouteEntry, RoutingSnapshot, State
-from teimgr.wire.grpc_core.rpc_table import SERVICE
+from teimgr.wire.grpc_core.rpc import SERVICE
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 

@@ -13,8 +13,9 @@ from teimgr.engine import gpu
 from teimgr.engine.batching import pinned_ring
 from teimgr.engine.batching.pinned_ring import Event, Loan
 from teimgr.engine.finisher import HostRows
-from teimgr.engine.heads import Rows, VectorRows
+from teimgr.engine.heads import Rows
 from teimgr.engine.job import Output
+from teimgr.engine.model import VectorRows
 
 
 class _Parts(NamedTuple):

@@ -32,10 +32,10 @@ from teimgr.engine.kept_files import PrivateCacheFile, identities
 from teimgr.engine.text.tokenizer import Prompts, TextTokenizer
 from teimgr.engine.weights.onnx import onnx_weights
 from teimgr.errors import ModelLoadFailed
+from teimgr.models.bounded_json import read_head
 from teimgr.models.directory import onnx_file, weight_files
 from teimgr.models.gguf_head import read_gguf
 from teimgr.models.layout import Layout, OwnModule
-from teimgr.models.safetensors_head import read_head
 
 log = logging.getLogger(__name__)
 

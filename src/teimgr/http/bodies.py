@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests and replies within limits, hosts, foreign web pages.
+"""Bodies of HTTP requests and replies within limits, hosts, foreign web pages, and the turns in which requests begin.
 
 Unread bytes of replies, over HTTP/1 and HTTP/2, count against the limits of the connection, of its address and of the
 port.
@@ -10,7 +10,7 @@ import asyncio
 import ipaddress
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from teimgr.errors import Overloaded
 from teimgr.http.byte_budget import ByteBudget, Charge, UnreadReplies
-from teimgr.http.connection_gate import LIMITS, Phase, network_of
+from teimgr.http.connection_gate import LIMITS, Phase, network_of, sender_of
 from teimgr.http.direct import PART_BYTES, DirectRequest
-from teimgr.http.turns import Turns
+from teimgr.http.turns import TURNS_OF, Turns
 
 # How long a body waits for its budget, how long one without a length waits for more of it (others may wait for what it
 # holds), and how long its client may take to send it.
@@ -332,3 +332,43 @@ def _length(message: Message) -> int | None:
     """The length of a reply that begins; None if it is not known yet."""
     found = next((value for name, value in message.get("headers", ()) if name.lower() == b"content-length"), None)
     return None if found is None else int(found)
+
+
+_REQUESTS_PER_TURN = 2
+# Requests of a caller that wait: each holds some kilobytes.
+_MAX_WAITING = 512
+
+
+class RequestTurns:
+    """Middleware that has a request wait if `_REQUESTS_PER_TURN` have begun in this turn of the loop.
+
+    Those that wait begin in the turns that follow, one of each caller after the other; so do those whose body has come
+    to its end. `whose` names the caller: without it, the network of its address. Where too many of one wait, `refuse`
+    makes the answer to a further one.
+    """
+
+    def __init__(self, app: ASGIApp, refuse: Refuse, whose: Callable[[Scope], Hashable] | None = None) -> None:
+        self._app = app
+        self._refuse = refuse
+        self._whose = whose or sender_of
+        self._turns = Turns(_REQUESTS_PER_TURN, _MAX_WAITING)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        caller = self._whose(scope)
+        TURNS_OF.set(caller)
+        try:
+            await self._turns.begin(caller)
+        except Overloaded as error:
+            app = self._refuse(scope, error)
+
+        async def receive_in_turn() -> Message:
+            message = await receive()
+            if message.get("body") and not message.get("more_body"):
+                await self._turns.go_on(caller)
+            return message
+
+        await app(scope, receive_in_turn, send)

@@ -19,7 +19,7 @@ from typing import Any
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models import bounded_json as model_json
-from teimgr.models.safetensors_head import CutShort, read_head
+from teimgr.models.bounded_json import CutShort, read_head
 from teimgr.models.source import MAX_PATH_CHARS, file_problem, home_of, is_inside, resolved_roots, stays_below
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

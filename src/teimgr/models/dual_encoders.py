@@ -11,9 +11,8 @@ from typing import Any
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
 from teimgr.models.bounded_json import read_object
-from teimgr.models.known_keys import KnownKeys
+from teimgr.models.known_keys import KnownKeys, setting
 from teimgr.models.layout import DualEncoder, FlexibleSteps, ImageEncoder, Layout, PixelSteps, SoundEncoder, SoundSteps
-from teimgr.models.library_code import setting
 from teimgr.models.metadata import (
     DUAL_ENCODERS,
     IMAGE_ENCODERS,

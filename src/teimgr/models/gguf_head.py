@@ -21,9 +21,8 @@ from reprlib import repr as shown
 from typing import Any, BinaryIO
 
 from teimgr.errors import ModelLoadFailed
-from teimgr.models.bounded_json import MAX_VALUES
+from teimgr.models.bounded_json import MAX_TENSORS, MAX_VALUES, HeadTensor
 from teimgr.models.directory import base_model_of, use_original
-from teimgr.models.safetensors_head import MAX_TENSORS, HeadTensor
 from teimgr.models.served_config import ServedConfig
 from teimgr.models.source import file_problem
 

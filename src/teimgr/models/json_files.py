@@ -9,7 +9,7 @@ from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.bounded_json import read_object
-from teimgr.models.library_code import declared_keys, setting
+from teimgr.models.known_keys import declared_keys, setting
 
 # Tokenizer classes and model types with token types, where tokenizer_config.json has no model_input_names: those of
 # transformers whose class has token_type_ids, BertTokenizer for one, which stands for several.

@@ -21,9 +21,9 @@ from teimgr.models.dual_encoders import (
 from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_length, position_offset
 from teimgr.models.key_checks import check_files
 from teimgr.models.kinds import choose_kind, is_causal
+from teimgr.models.known_keys import setting
 from teimgr.models.late_interaction import read_late, with_role_lengths
 from teimgr.models.layout import M3, Backbone, Dense, Layout, QueryRoute, QueryTable, ScoringConfig, Splade
-from teimgr.models.library_code import setting
 from teimgr.models.metadata import MODEL2VEC, SENSES, ModelMetadata, read_metadata
 from teimgr.models.modules import (
     IDENTITY,

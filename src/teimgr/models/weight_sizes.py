@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
+from teimgr.models.bounded_json import MAX_TENSORS, CutShort, HeadTensor, NoHead, read_head
 from teimgr.models.directory import files_below, weight_files
 from teimgr.models.gguf_head import read_gguf
 from teimgr.models.layout import Backbone, Layout
-from teimgr.models.safetensors_head import MAX_TENSORS, CutShort, HeadTensor, NoHead, read_head
 from teimgr.spec import Kind
 
 _NARROW = ("F16", "BF16", "F8_E4M3", "F8_E5M2", "I8", "U8")

@@ -26,14 +26,20 @@ from teimgr.http.http1 import ListenerState
 from teimgr.http.http2.connection import Connection, MaxAge
 from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.http.turns import TURNS_OF
-from teimgr.mux.call_counters import CallCounters, CallRecord
-from teimgr.mux.forwarding import INSTANCE_KEY, StreamForwarder, forward_collected, forward_message, named_target
+from teimgr.mux.forwarding import (
+    INSTANCE_KEY,
+    CallCounters,
+    CallRecord,
+    StreamForwarder,
+    forward_collected,
+    forward_message,
+    named_target,
+)
 from teimgr.mux.health import MuxHealth, StandardServices
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, TRACEPARENT, TRACESTATE, RequestContext, Telemetry
 from teimgr.spec import LANE_KEY
 from teimgr.wire.frames import Method
-from teimgr.wire.grpc_core.rpc_stream import BUDGET_WAIT_S, RpcStream
-from teimgr.wire.grpc_core.rpc_table import BY_PATH, Rpc, Shape
+from teimgr.wire.grpc_core.rpc import BUDGET_WAIT_S, BY_PATH, Rpc, RpcStream, Shape
 from teimgr.wire.grpc_core.streams import STREAM_PAUSE_S
 from teimgr.wire.protobuf import Octets, Target
 from teimgr.wire.quantisation import OUTPUT_DTYPE_KEY, output_dtype_field

@@ -14,8 +14,7 @@ from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.spec import RouteEntry, State
 from teimgr.wire.grpc_core import health_reflection
 from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection, StandardCalls
-from teimgr.wire.grpc_core.rpc_stream import RpcStatusError, RpcStream
-from teimgr.wire.grpc_core.rpc_table import FILES
+from teimgr.wire.grpc_core.rpc import FILES, RpcStatusError, RpcStream
 from teimgr.wire.status import INTERNAL, NOT_FOUND, UNIMPLEMENTED, GrpcStatus
 
 log = logging.getLogger(__name__)

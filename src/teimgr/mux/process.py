@@ -34,8 +34,8 @@ from teimgr.http.auth.tls_files import Pems, TlsFiles, TlsWatch
 from teimgr.http.http2.connection import MaxAge
 from teimgr.http.server import bind
 from teimgr.http.unix_listener import UnixListener, bind_unix, remove_stale
-from teimgr.mux.call_counters import CallCounters
 from teimgr.mux.control import DaemonLoads, Message, MuxControl
+from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers
 from teimgr.mux.health import MuxHealth
 from teimgr.mux.server import GrpcServer, tls_context, tls_context_of
@@ -45,7 +45,7 @@ from teimgr.observability.memory import MemoryReturn, collect_garbage_rarely, re
 from teimgr.observability.telemetry import open_telemetry
 from teimgr.spec import RouteEntry, RoutingSnapshot, known
 from teimgr.wire.fleet_tls import FleetIdentity
-from teimgr.wire.grpc_core.rpc_table import SERVICES
+from teimgr.wire.grpc_core.rpc import SERVICES
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.returning import ReturningWorkers
 from teimgr.wire.routing.router import Router

@@ -28,8 +28,17 @@ from teimgr.spec import LANE_KEY, Kind
 from teimgr.wire.frames import in_lane
 from teimgr.wire.grpc_core import health_reflection
 from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection, StandardCalls
-from teimgr.wire.grpc_core.rpc_stream import BUDGET_WAIT_S, MESSAGE_S, RpcStatusError, RpcStream, is_rpc
-from teimgr.wire.grpc_core.rpc_table import RPCS, TEI_PACKAGE, Rpc, Shape
+from teimgr.wire.grpc_core.rpc import (
+    BUDGET_WAIT_S,
+    MESSAGE_S,
+    RPCS,
+    TEI_PACKAGE,
+    Rpc,
+    RpcStatusError,
+    RpcStream,
+    Shape,
+    is_rpc,
+)
 from teimgr.wire.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamPump
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import Octets

@@ -18,6 +18,7 @@ from teimgr.engine.job import Lane
 from teimgr.errors import DeadlineExceeded, Forbidden, TeimgrError, Unavailable
 from teimgr.http.bodies import (
     BoundedReplies,
+    RequestTurns,
     SlowClient,
     compression_fault,
     foreign_page,
@@ -29,7 +30,6 @@ from teimgr.http.byte_budget import Charge
 from teimgr.http.connection_gate import sender_of
 from teimgr.http.direct import Answer, DirectReply, DirectRequest, answered_directly
 from teimgr.http.docs_page import HEADERS, page
-from teimgr.http.request_turns import RequestTurns
 from teimgr.http.turns import TURNS_OF, Turns
 from teimgr.observability.request_context import (
     CURRENT,

@@ -22,14 +22,14 @@ from teimgr.http.byte_budget import ByteBudget
 from teimgr.http.http1 import ListenerState
 from teimgr.http.http2.connection import Connection
 from teimgr.http.server import bind, serving
-from teimgr.mux.call_counters import CallCounters
+from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers
 from teimgr.mux.health import MuxHealth
 from teimgr.mux.server import GrpcServer
 from teimgr.spec import WorkerSpec
 from teimgr.wire.grpc_core import health_reflection
 from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVICE_UNKNOWN, SERVING, HealthService, Reflection
-from teimgr.wire.grpc_core.rpc_table import FILES
+from teimgr.wire.grpc_core.rpc import FILES
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.router import Router
 from teimgr.worker.dispatcher import Dispatcher

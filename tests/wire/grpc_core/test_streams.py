@@ -11,7 +11,7 @@ from teimgr.errors import InvalidInput, TooLarge
 from teimgr.http.byte_budget import ByteBudget, UnreadReplies
 from teimgr.wire.frames import Flag
 from teimgr.wire.grpc_core import streams
-from teimgr.wire.grpc_core.rpc_table import BY_PATH
+from teimgr.wire.grpc_core.rpc import BY_PATH
 from teimgr.wire.grpc_core.streams import (
     FIRST_MESSAGES,
     HELD_BYTES,

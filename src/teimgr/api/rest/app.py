@@ -71,12 +71,11 @@ from teimgr.errors import Overloaded
 from teimgr.http.auth.policy import CERTIFICATE, PolicyInForce, certificate_from_tls
 from teimgr.http.auth.sessions import Sessions
 from teimgr.http.auth.tls_files import TlsFiles, TlsWatch
-from teimgr.http.bodies import BoundedReplies, path_prefix_of
+from teimgr.http.bodies import BoundedReplies, RequestTurns, path_prefix_of
 from teimgr.http.direct import Direct
 from teimgr.http.docs_page import HEADERS, page, reference
 from teimgr.http.http1 import HttpProtocol
 from teimgr.http.http2.requests import protocol as http2_protocol
-from teimgr.http.request_turns import RequestTurns
 from teimgr.http.server import AsgiApp, Listener, serving
 from teimgr.http.unix_listener import UnixListener
 from teimgr.observability import catalogue

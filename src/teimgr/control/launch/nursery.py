@@ -47,7 +47,7 @@ from typing import Any, NoReturn, cast
 
 from teimgr.control.launch.process_handle import WorkerPaths, WorkerRunFile
 from teimgr.files import code_id
-from teimgr.models.library_code import declared_keys
+from teimgr.models.known_keys import declared_keys
 from teimgr.observability.memory import resident_bytes, young_collections_alone
 from teimgr.spec import WorkerSpec
 

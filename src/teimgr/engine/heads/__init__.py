@@ -16,16 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from teimgr.engine.batching.batch import PackedBatch, to_device
-
-if TYPE_CHECKING:
-    from teimgr.engine.native_forward.kernel import Vectors
 
 
 @dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
@@ -45,21 +41,6 @@ class Rows:
     offsets: Tensor | None = None
     indices: Tensor | None = None
     whole: Callable[[], Rows] | None = None
-
-
-class VectorRows(Rows):
-    """DENSE rows on the host: `vectors`, from one call of the native forward. `values` is made of them at each use:
-    behind a forward, which leaves nothing else in the caches, a tensor takes a query some 30 µs."""
-
-    __slots__ = ("vectors",)
-
-    def __init__(self, vectors: Vectors) -> None:
-        self.vectors = vectors
-        self.offsets = self.indices = self.whole = None
-
-    @property
-    def values(self) -> Tensor:  # type: ignore[override]  # only read
-        return torch.from_numpy(self.vectors.values)
 
 
 class Head(Protocol):

@@ -1,7 +1,7 @@
 """Architectures that transformers lacks, by the names of the weights in their files.
 
 Each has a folder as in transformers' `models`: the fields of its configuration class are the keys of config.json that
-it reads (`models/library_code`), after `models/own_code` has converted it.
+it reads (`models/known_keys`), after `models/own_code` has converted it.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Tokenizer, models
 from torch import Tensor
 
 from teimgr.errors import ModelLoadFailed
+from teimgr.models.bounded_json import HeadTensor
 from teimgr.models.gguf_head import read_gguf
-from teimgr.models.safetensors_head import HeadTensor
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK_BYTES = 34  # of Q8_0: a scale in float16, and 32 bytes

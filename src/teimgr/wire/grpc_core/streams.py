@@ -11,7 +11,7 @@ from teimgr.http.byte_budget import Charge, UnreadReplies
 from teimgr.http.connection_gate import STALL_S
 from teimgr.http.turns import TURNS_OF, Turns
 from teimgr.wire.frames import Flag
-from teimgr.wire.grpc_core.rpc_table import Rpc
+from teimgr.wire.grpc_core.rpc import Rpc
 from teimgr.wire.protobuf import Octets, Slice, varint
 
 # Messages of a stream beyond this many in flight go to the bulk lane.

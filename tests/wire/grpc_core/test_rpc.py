@@ -1,4 +1,4 @@
-"""RPCs over HTTP/2: bytes received and not read, messages that do not come, clients that do not read."""
+"""RPCs: the rows of their table; over HTTP/2, bytes that are not read, messages that do not come, slow readers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from teimgr.http.http2 import connection
 from teimgr.http.http2 import stream as http2_stream
 from teimgr.http.server import bind, serving
 from teimgr.spec import WorkerSpec
-from teimgr.wire.grpc_core import health_reflection, rpc_stream
-from teimgr.wire.grpc_core.rpc_stream import RpcStatusError
+from teimgr.wire.frames import Flag, Method
+from teimgr.wire.grpc_core import health_reflection, rpc
+from teimgr.wire.grpc_core.rpc import BY_PATH, RPCS, SERVICE, SERVICES, PayloadSource, Rpc, RpcStatusError, Shape
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.worker import grpc_port
 from teimgr.worker.dispatcher import Dispatcher
@@ -159,7 +160,7 @@ async def test_a_call_whose_content_is_not_as_long_as_its_head_says_is_reset(con
 async def test_a_message_that_does_not_come_ends_the_call(
     path: str, sent: bytes, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rpc_stream, "MESSAGE_S", 0.2)
+    monkeypatch.setattr(rpc, "MESSAGE_S", 0.2)
     monkeypatch.setattr(grpc_port, "MESSAGE_S", 0.2)
     monkeypatch.setattr(health_reflection, "MESSAGE_S", 0.2)
     monkeypatch.setattr(grpc_port, "STREAM_PAUSE_S", 0.2)
@@ -291,7 +292,7 @@ TEXTS = {
 async def test_a_status_message_is_bounded_as_it_is_sent(text: str, port: GrpcPort, connect: Connect) -> None:
     class Refusing(dict[str, object]):
         def get(self, path: str, default: object = None) -> object:
-            async def refuse(call: rpc_stream.RpcStream) -> None:
+            async def refuse(call: rpc.RpcStream) -> None:
                 raise RpcStatusError(5, text)
 
             return refuse
@@ -326,3 +327,107 @@ async def test_collected_streams_do_not_wait_for_what_they_hold(connect: Connect
             break
 
     assert status["grpc-status"] == "8", "the budget of the connection is two messages of the largest size"
+
+
+MUX = "tei_multiplexer.v1.TeiMultiplexer"
+TEI = ("tei.v1.Info", "tei.v1.Embed", "tei.v1.Predict", "tei.v1.Rerank", "tei.v1.Tokenize")
+ARROW = "teimgr.v1.Arrow"
+
+
+def rpc_of(name: str, service: str = MUX) -> Rpc:
+    return BY_PATH[f"/{service}/{name}"]
+
+
+def rows(*services: str) -> list[Rpc]:
+    return [each for each in RPCS if each.service in services]
+
+
+@pytest.mark.clause("M1.4-services")
+def test_every_method_of_every_service_has_a_row() -> None:
+    assert (*TEI, MUX, ARROW) == SERVICES
+    assert [each.name for each in rows(MUX)] == [method.name for method in SERVICE.methods]
+    assert (len(rows(MUX)), len(rows(*TEI)), len(rows(ARROW))) == (20, 17, 2)
+
+
+def test_a_method_of_tei_asks_the_same_of_a_worker_as_its_namesake_of_the_multiplexer() -> None:
+    for each in rows(*TEI):
+        twin = rpc_of(each.name)
+        same = ("name", "shape", "method", "lane", "limited", "reports_compute")
+        assert [getattr(each, name) for name in same] == [getattr(twin, name) for name in same]
+        assert each.payload is PayloadSource.WHOLE
+        assert not each.has_target
+        assert twin.has_target
+
+
+def test_teimgr_s_own_arrow_calls_are_batches_with_a_target() -> None:
+    unary, stream = rows(ARROW)
+
+    assert (unary.name, unary.shape, stream.name, stream.shape) == ("Infer", Shape.UNARY, "InferStream", Shape.BIDI)
+    for each in (unary, stream):
+        assert each.method is Method.INFER_ARROW
+        assert each.has_target
+        assert (each.arrow_field, each.payload, each.lane) == (2, PayloadSource.WHOLE, Flag.BULK | Flag.WAIT)
+
+
+@pytest.mark.clause("M1.5-missing-request")
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("Embed", "Missing embed request"),
+        ("EmbedStream", "Missing embed request"),
+        ("EmbedSparse", "Missing embed_sparse request"),
+        ("EmbedAll", "Missing embed_all request"),
+        ("Predict", "Missing predict request"),
+        ("PredictPair", "Missing predict_pair request"),
+        ("Rerank", "Missing rerank request"),
+        ("Tokenize", "Missing tokenize request"),
+        ("Decode", "Missing decode request"),
+    ],
+)
+def test_a_missing_inner_request_is_named_as_the_contract_names_it(name: str, missing: str) -> None:
+    assert rpc_of(name).missing == missing
+
+
+@pytest.mark.clause("M1.2-methods")
+def test_shapes_are_those_of_the_proto() -> None:
+    shapes = {each.name: each.shape for each in rows(MUX)}
+
+    assert shapes.pop("RerankStream") is Shape.CLIENT_STREAM
+    assert all(shape is (Shape.BIDI if name.endswith("Stream") else Shape.UNARY) for name, shape in shapes.items())
+
+
+def test_every_method_has_a_frame() -> None:
+    assert [each.path for each in RPCS if each.method is None] == []
+    assert rpc_of("RerankStream").method is Method.RERANK_STREAM
+    assert rpc_of("EmbedAllStream").method is Method.EMBED_ALL
+    assert rpc_of("TokenizeStream").method is Method.TOKENIZE
+    assert rpc_of("EmbedArrowStream").method is rpc_of("EmbedArrow").method is Method.EMBED_ARROW
+    assert rpc_of("EmbedSparseArrow").method is Method.EMBED_SPARSE_ARROW
+
+
+def test_arrow_messages_travel_whole_and_in_bulk_and_a_rerank_waits_for_room() -> None:
+    arrow = {each.name for each in rows(MUX) if each.arrow_field}
+
+    assert arrow == {"EmbedArrow", "EmbedArrowStream", "EmbedSparseArrow"}
+    assert all(each.payload is PayloadSource.WHOLE for each in rows(MUX) if each.name in arrow)
+    assert {each.name: each.lane for each in rows(MUX) if each.lane} == {
+        **dict.fromkeys(arrow, Flag.BULK | Flag.WAIT),
+        "Rerank": Flag.WAIT,
+        "RerankStream": Flag.WAIT,
+    }
+
+
+@pytest.mark.clause("M1.6-timeout", "M8-timeout-zero")
+def test_only_single_calls_have_the_configured_timeout() -> None:
+    limited = {each.name for each in rows(MUX) if each.limited}
+
+    assert limited == {
+        "Info", "Embed", "EmbedSparse", "EmbedAll", "Predict", "PredictPair", "Rerank", "Tokenize", "Decode",
+    }  # fmt: skip
+
+
+@pytest.mark.clause("M1.6-cost-metadata")
+def test_compute_headers_are_told_by_the_methods_that_compute() -> None:
+    assert {each.name for each in rows(MUX) if each.reports_compute} == {
+        "Embed", "EmbedSparse", "EmbedAll", "Predict", "PredictPair", "Rerank", "RerankStream",
+    }  # fmt: skip
