@@ -28,6 +28,7 @@ from tests.support.models.dual_encoders import (
     build_qwen3_vl_reranker,
     build_siglip,
     build_siglip2_naflex,
+    build_siglip_of_pieces,
     file_of,
     noise,
 )
@@ -57,11 +58,12 @@ def library(folder: Path, inputs: Sequence[Any]) -> list[Matrix]:
     """The vectors of transformers, one input at a time: images through its processor with Pillow, SigLIP's texts padded
     and without a mask, SigLIP2 NaFlex's lower-cased too.
     """
-    from transformers import AutoImageProcessor, AutoModel, PreTrainedTokenizerFast
+    from transformers import AutoImageProcessor, AutoModel, PreTrainedTokenizerFast, SiglipTokenizer
 
     home = folder / "0_CLIPModel" if (folder / "0_CLIPModel").is_dir() else folder
     model: Any = AutoModel.from_pretrained(home, dtype=torch.float32).eval()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(home)
+    kind: Any = SiglipTokenizer if (home / "spiece.model").is_file() else PreTrainedTokenizerFast
+    tokenizer = kind.from_pretrained(home)
     processor: Any = AutoImageProcessor.from_pretrained(home, backend="pil")
     how: dict[str, Any] = {"truncation": True, "max_length": tokenizer.model_max_length, "return_tensors": "pt"}
     how["padding"] = "max_length" if model.config.model_type.startswith("siglip") else False
@@ -221,14 +223,12 @@ def _chat_rows() -> Iterator[Row]:
         yield Row(f"rerank-qwen3-vl{suffix}", "Qwen3-VL", hub, make, **common, **asked)
 
 
-def _row(key: str, family: str, hub: str, build: Callable[..., Any], longest: int) -> Row:
+def _row(key: str, family: str, hub: str, build: Callable[..., Any], longest: int, note: str = "") -> Row:
     def make(folder: Path) -> None:
         build(folder)
 
-    asked = {"normalize": False}
-    return Row(
-        key, family, hub, make, by=TRANSFORMERS, reference=library, asked=asked, longest=longest, has_images=True
-    )
+    common: dict[str, Any] = {"by": TRANSFORMERS, "reference": library, "asked": {"normalize": False}}
+    return Row(key, family, hub, make, longest=longest, has_images=True, note=note, **common)
 
 
 def _rows() -> Iterator[Row]:
@@ -242,6 +242,8 @@ def _rows() -> Iterator[Row]:
     yield _row("clip-saved-now", "CLIP", saved, partial(build_clip, layout="sentence-transformers"), 77)
     siglip = "google/siglip-base-patch16-224, siglip-so400m-patch14-384, siglip2-base-patch16-224 (fixed size)"
     yield _row("siglip", "SigLIP", siglip, build_siglip, 64)
+    pieces = "SigLIP with spiece.model alone"
+    yield _row("siglip-pieces", "SigLIP", pieces, build_siglip_of_pieces, 64, "the extra sentencepiece")
     flexible = "google/siglip2-base-patch16-naflex, siglip2-so400m-patch16-naflex"
     yield _row("siglip2-naflex", "SigLIP2", flexible, build_siglip2_naflex, 64)
     yield _image_row("dinov2", "facebook/dinov2-small, -base, -large, -giant", 0)

@@ -147,7 +147,6 @@ def test_texts_of_arguments_stdin_and_files_are_embedded(run: Run, tmp_path: Pat
     file.write_text("one text\n" * 40)
     assert len(run("embed", file, "-i", "static").out.splitlines()) == 40
     picture = tmp_path / "0.PNG"
-    assert "-o" not in run("embed", picture, "-i", "static").err
     picture.write_bytes(b"")
     told = run("embed", picture, "-i", "static")
     assert f"{picture}: this text is embedded, and not the file of that name: use -o" in told.err
@@ -184,15 +183,15 @@ def test_every_line_is_a_text_or_is_named(run: Run, tmp_path: Path) -> None:
         assert (done.status, "stdin: line 2 is empty" in done.err) == (ExitStatus.REFUSED, True)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_file_of_texts_that_does_not_exist_is_not_a_text(suffix: str, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".jpg", ".pdf", ".flac"])
+def test_a_file_that_does_not_exist_is_not_a_text(suffix: str, run: Run, tmp_path: Path) -> None:
     missing = f"nosuch{suffix.upper()}"
     for command in (["embed"], ["classify"], ["rerank", "q"], ["similarity", "q"]):
         done = run(*command, missing)
         assert (done.status, f"{missing}: no such file; for a text" in done.err) == (ExitStatus.USAGE, True), done.err
     assert run("embed", f"see {missing}", "x" * 5000 + suffix + " y", "-i", "static").status == ExitStatus.OK
     assert len(run("embed", "-", "-i", "static", stdin=missing).out.splitlines()) == 1
-    if suffix != ".txt":
+    if suffix in SUFFIXES and suffix != ".txt":
         (tmp_path / f"a{suffix}").write_text("")
         assert "-o vectors.parquet" in run("embed", tmp_path / f"a{suffix}", "-i", "static").err
 

@@ -129,12 +129,18 @@ def _names(given: str | None) -> list[str] | None:
 def _warn_of_files(output: CommandOutput, texts: Sequence[str], done: str, instead: str) -> None:
     """Say which texts are the paths of images, documents or sounds, or of folders, which may be meant."""
     for path in filter(os.path.exists, texts):
-        from teimgr.client.corpus.image_files import is_file_to_embed
-
         is_folder = Path(path).is_dir()
-        if os.sep in path if is_folder else is_file_to_embed(Path(path)):  # a word may be the name of a folder
+        if os.sep in path if is_folder else _is_file_to_embed(Path(path)):  # a word may be the name of a folder
             kind = "folder" if is_folder else "file"
             output.note(f"{path}: this text is {done}, and not the {kind} of that name: {instead}")
+
+
+def _is_file_to_embed(path: Path) -> bool:
+    if not path.suffix:
+        return False
+    from teimgr.client.corpus.image_files import is_file_to_embed  # it imports pyarrow
+
+    return is_file_to_embed(path)
 
 
 def _embed_file(
@@ -330,12 +336,15 @@ def _lines_or(texts: Sequence[str]) -> Iterator[str]:
     """
     for text in texts:
         path, is_file = Path(text), os.path.isfile(text)  # noqa: PTH113 - a text may be longer than a path
+        has_texts = path.suffix.lower() in _TEXT_FILES
         if text == "-":
             yield from _lines("stdin", sys.stdin.buffer)
-        elif path.suffix.lower() not in _TEXT_FILES or (not is_file and len(text.split()) > 1):
+        elif not is_file and len(text.split()) > 1:
             yield text
-        elif not is_file:
+        elif not is_file and (has_texts or _is_file_to_embed(path)):
             raise UsageError(f"{text}: no such file; for a text of this name: `echo {text} | teimgr embed -`")
+        elif not has_texts:
+            yield text
         elif path.suffix.lower() == ".txt":
             try:
                 with path.open("rb") as file:

@@ -30,8 +30,9 @@ _KEYS = KnownKeys(
             *("resample", "rescale_factor", "size", "image_processor_type", "feature_extractor_type"),
         )
     ),
-    harmless=frozenset(("processor_class", "use_square_size", "data_format", "input_data_format", "return_tensors")),
-    only={"do_convert_rgb": (True, None), "do_pad": (False, None), "default_to_square": (False, None)},
+    harmless=frozenset(("processor_class", "data_format", "input_data_format", "return_tensors")),
+    only=dict.fromkeys(("do_pad", "default_to_square", "use_square_size"), (False, None))
+    | {"do_convert_rgb": (True, None)},
 )
 _FLEXIBLE_KEYS = KnownKeys(
     honoured=frozenset(

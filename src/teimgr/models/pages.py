@@ -48,8 +48,8 @@ _TILE_KEYS = KnownKeys(
     honoured=(_QWEN_KEYS.honoured - {"min_pixels", "max_pixels", "patch_size", "merge_size"}) | {"max_image_size"},
     harmless=_QWEN_KEYS.harmless | frozenset(("do_pad", "return_row_col_info")),
     only={
-        **dict.fromkeys(("do_resize", "do_image_splitting"), (True, None)),
-        **dict.fromkeys(("do_rescale", "do_normalize"), (True,)),
+        # Of null the library makes what false is.
+        **dict.fromkeys(("do_resize", "do_image_splitting", "do_rescale", "do_normalize"), (True,)),
         "do_convert_rgb": (True, None),
         "default_to_square": (False, None),
     },

@@ -45,7 +45,10 @@ _SOFT_KEYS = KnownKeys(
     honoured=frozenset(("patch_size", "max_soft_tokens", "pooling_kernel_size", "resample", "rescale_factor")),
     harmless=frozenset(("image_processor_type", "image_seq_length", "image_mean", "image_std", "processor_class"))
     | frozenset(("data_format", "input_data_format", "return_tensors", "size", "default_to_square")),
-    only={"do_normalize": (False, None), **dict.fromkeys(("do_resize", "do_rescale", "do_convert_rgb"), (True, None))},
+    only={
+        **{"do_normalize": (False, None), "do_resize": (True,)},
+        **dict.fromkeys(("do_rescale", "do_convert_rgb"), (True, None)),
+    },
 )
 _SOFT_TOKENS = (70, 140, 280, 560, 1120)  # that the library's processor allows
 # Marks for what goes into a chat, of characters that no template contains.

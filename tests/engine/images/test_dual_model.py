@@ -200,12 +200,20 @@ def test_a_siglip_whose_files_leave_texts_unpadded_is_refused(padding: Any, tmp_
         read_layout(folder)
 
 
-@pytest.mark.parametrize("factor", [None, "1/255", float("inf"), True])
-def test_a_factor_of_pixels_that_is_no_number_is_refused_by_name(factor: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        *(({"rescale_factor": given}, "should be a number") for given in (None, "1/255", float("inf"), True)),
+        ({"use_square_size": True}, "use_square_size = True"),  # the library puts 224 in the place of `size`
+    ],
+)
+def test_settings_of_the_image_processor_that_are_not_served_are_refused_by_name(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     folder = build_clip(tmp_path / "clip")
     settings = folder / "preprocessor_config.json"
-    write(settings, read(settings) | {"rescale_factor": factor})
-    with pytest.raises(ModelLoadFailed, match=r"rescale_factor = .*, which should be a number"):
+    write(settings, read(settings) | change)
+    with pytest.raises(ModelLoadFailed, match=named):
         Served(folder)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.engine.conftest import Served
 from tests.support.models.dual_encoders import Gemma2Library, build_embedding_gemma2, file_of, noise
-from tests.support.models.files import edit
+from tests.support.models.files import edit, read, write
 
 from teimgr.engine.images.files import decode
 from teimgr.engine.images.pixels import PixelTable, prepare
@@ -64,11 +64,13 @@ def test_files_without_the_part_for_images_are_refused_with_the_way_out(tmp_path
     [
         ({"max_soft_tokens": 71}, "max_soft_tokens = 71"),
         ({"do_normalize": True}, "do_normalize"),
+        ({"do_resize": None}, "do_resize = None"),
         ({"patch_size": 8}, "8"),
     ],
 )
 def test_settings_that_are_not_served_are_refused_by_name(tmp_path: Path, change: dict[str, Any], named: str) -> None:
     folder = build_embedding_gemma2(tmp_path / "model")
-    edit(folder / "preprocessor_config.json", **change)
+    settings = folder / "preprocessor_config.json"
+    write(settings, read(settings) | change)
     with pytest.raises(ModelLoadFailed, match=named):
         Served(folder)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
-from tests.support.models import CORPUS, TEXTS, build, edit, read, write
-from tests.support.models.dual_encoders import build_siglip
+from tests.support.models import CORPUS, TEXTS, build, edit, write
+from tests.support.models.dual_encoders import build_siglip_of_pieces
 
 from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.images.inputs import DualTokenizer
@@ -75,7 +74,6 @@ def test_t5_ends_every_text(tmp_path: Path) -> None:
     assert ids_of(tmp_path) == [[*pieces.encode(text), 1] for text in (*TEXTS, *ODD)]
 
 
-SIGLIP = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
 AWKWARD = (
     *(
         "",
@@ -108,17 +106,8 @@ AWKWARD = (
 
 
 def siglip_of_pieces(folder: Path, **options: Any) -> Any:
-    """Write a SigLIP without tokenizer.json, as SiglipTokenizer saves its files; gives that tokenizer."""
-    build_siglip(folder)
-    (folder / "tokenizer.json").unlink()
-    trained(folder / "pieces", "spiece.model", "siglip", "SiglipTokenizer", **SIGLIP | options)
-    (folder / "pieces" / "spiece.model").rename(folder / "spiece.model")
-    (folder / "tokenizer_config.json").unlink()
-    slow = transformers.SiglipTokenizer(str(folder / "spiece.model"))
-    config = read(folder / "config.json")
-    write(folder / "config.json", config | {"text_config": config["text_config"] | {"vocab_size": slow.vocab_size}})
-    slow.save_pretrained(folder)
-    return slow
+    pytest.importorskip("sentencepiece", reason="the extra `sentencepiece` is not installed")
+    return build_siglip_of_pieces(folder, **options)
 
 
 def test_siglip_has_the_ids_of_its_slow_tokenizer(tmp_path: Path) -> None:

@@ -93,6 +93,28 @@ def build_siglip(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def build_siglip_of_pieces(folder: Path, **options: Any) -> Any:
+    """Write a SigLIP without tokenizer.json, as SiglipTokenizer saves its files; gives that tokenizer. `options` are
+    those of SentencePiece's training.
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    build_siglip(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "vocab_size": 400}
+    how = {"model_type": "unigram", "hard_vocab_limit": False, "minloglevel": 2}
+    pieces = io.BytesIO()
+    SentencePieceTrainer.train(sentence_iterator=iter(CORPUS * 20), model_writer=pieces, **ids | how | options)
+    (folder / "spiece.model").write_bytes(pieces.getvalue())
+    slow = transformers.SiglipTokenizer(str(folder / "spiece.model"))
+    slow.save_pretrained(folder)
+    texts = _PART | {"vocab_size": slow.vocab_size, "max_position_embeddings": 64}
+    config = transformers.SiglipConfig(text_config=texts, vision_config=_PART | _SEEN)
+    _save(transformers.SiglipModel, config, 0, transformers.SiglipImageProcessorPil(size=_SQUARE), folder)
+    return slow
+
+
 def build_siglip2_naflex(folder: Path, *, patches: int = 20, seed: int = 0) -> Path:
     """Write a SigLIP2 NaFlex to `folder`, which reads at most so many patches of an image."""
     pad, end = "<pad>", "<eos>"
