@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from teimgr.errors import ModelLoadFailed
@@ -16,6 +17,16 @@ _RAISED_BY_TEMPLATES = (
     *(RecursionError, TypeError, ValueError),
 )
 _MAX_NAME = 100
+# Arguments of the call that makes tokens of a chat, which may be among those of the template: what is served of them.
+_OF_THE_CALL: dict[str, tuple[Any, ...]] = {
+    "continue_final_message": (False, None),
+    "max_length": (None,),
+    "restore_suffix": (True, None),  # the end stays where a text is cut, as here
+    "tokenize": (True,),
+    "truncation": (True, "longest_first"),
+}
+PROBES = (" \n\u00a0A b\t ", "\n\"'<&>\\{{ x }}</think>\n\nÉ%\n", "word " * 500)
+"""Texts by which it is seen what a template does to those that it shows."""
 
 
 def read_template(metadata: ModelMetadata) -> tuple[str, dict[str, Any]]:
@@ -25,7 +36,12 @@ def read_template(metadata: ModelMetadata) -> tuple[str, dict[str, Any]]:
         ModelLoadFailed: there is no template.
     """
     options = dict((metadata.settings.get("processing_kwargs") or {}).get("chat_template") or {})
-    options.pop("restore_suffix", None)  # sentence-transformers' own: the end stays where a text is cut, as here
+    for key, served in _OF_THE_CALL.items():
+        if key in options and (given := options.pop(key)) not in served:
+            raise ModelLoadFailed(
+                f"processing_kwargs.chat_template of sentence_bert_config.json has {key} = {str(given)[:_MAX_NAME]}, "
+                "which is not served"
+            )
     named = options.pop("chat_template", None)
     if named is not None:
         return _additional(metadata, str(named)), options
@@ -58,19 +74,51 @@ def _text_of(file: Any) -> str:
 
 
 def rendered(metadata: ModelMetadata, template: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    """The text of messages; raises ModelLoadFailed: the template fails."""
+    """The text of messages, with what transformers has in a template; raises ModelLoadFailed: the template fails."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> str:
+        raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
+    environment.filters["tojson"] = _json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: refuse("it shows the date of the day, by which results change")
     special = {
         role: str(token.get("content", "") if isinstance(token, dict) else token or "")
         for role, token in metadata.tokens.config.items()
         if role.endswith("_token")
     }
     try:
-        return environment.from_string(template).render(messages=messages, **{**special, **options})
+        given = {"tools": None, "documents": None} | special | dict(options)
+        return environment.from_string(template).render(messages=messages, **given)
     except (TemplateError, *_RAISED_BY_TEMPLATES) as error:
         raise ModelLoadFailed(f"the chat template cannot be used for the model's inputs: {error}") from error
+
+
+def _json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    """JSON as transformers' filter writes it; Jinja's own escapes what has a meaning in HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def strips_texts(shown: Callable[[Sequence[str]], str], pieces: Sequence[str], probes: Sequence[str] = PROBES) -> bool:
+    """Whether a template takes white space from both ends of the texts that it shows between `pieces`; `shown` renders
+    it with texts.
+
+    Raises:
+        ModelLoadFailed: it changes them in another way, or its own words by them.
+    """
+    places = len(pieces) - 1
+    rows = [[probes[(first + place) % len(probes)] for place in range(places)] for first in range(len(probes))]
+    found = [shown(row) for row in rows]
+    for change in (str, str.strip):
+        whole = [
+            "".join([pieces[0], *(change(text) + piece for text, piece in zip(row, pieces[1:], strict=True))])
+            for row in rows
+        ]
+        if found == whole:
+            return change is str.strip
+    raise ModelLoadFailed("the chat template changes the texts that it shows, or its own words by them: not served")

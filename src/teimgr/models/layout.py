@@ -307,13 +307,15 @@ class PairTemplate:
     """The text that a language model is given of a pair.
 
     It is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is truncated. Where there are
-    `pieces`, it is these, each tokenized on its own, two of which end in {query} and {document}.
+    `pieces`, it is these, each tokenized on its own, two of which end in {query} and {document}. `strips`: query and
+    document lose white space at both ends.
     """
 
     prefix: str = ""
     body: str = ""
     suffix: str = ""
     pieces: tuple[str, ...] = ()
+    strips: bool = False
 
 
 @dataclass(frozen=True, slots=True)

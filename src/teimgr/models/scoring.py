@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -316,7 +317,17 @@ def read_pair_template(metadata: ModelMetadata, *, render: bool) -> PairTemplate
 
 
 def _chat_template(metadata: ModelMetadata, render: bool) -> PairTemplate:
-    return PairTemplate(*_around(_rendered(metadata))) if render else PairTemplate(body="{query}{document}")
+    if not render:
+        return PairTemplate(body="{query}{document}")
+    template, options = chats.read_template(metadata)
+
+    def shown(texts: Sequence[str]) -> str:
+        messages = _messages(metadata, template, texts)
+        return chats.rendered(metadata, template, messages, {"add_generation_prompt": False} | options)
+
+    prefix, between, suffix = around = _around(shown((_QUERY, _DOCUMENT)))
+    strips = chats.strips_texts(shown, around, (*chats.PROBES, ""))
+    return PairTemplate(prefix, f"{{query}}{between}{{document}}", suffix, strips=strips)
 
 
 def _by_recipe(metadata: ModelMetadata) -> tuple[CausalRerank, PairTemplate]:
@@ -342,29 +353,23 @@ def _by_recipe(metadata: ModelMetadata) -> tuple[CausalRerank, PairTemplate]:
     return CausalRerank(yes, no), template
 
 
-def _rendered(metadata: ModelMetadata) -> str:
-    template, options = chats.read_template(metadata)
-    messages = _messages(metadata, template)
-    return chats.rendered(metadata, template, messages, {"add_generation_prompt": False} | options)
-
-
-def _messages(metadata: ModelMetadata, template: str) -> list[dict[str, Any]]:
+def _messages(metadata: ModelMetadata, template: str, texts: Sequence[str]) -> list[dict[str, Any]]:
     """Query and document as sentence-transformers passes them, after the default prompt as system message."""
     how = metadata.settings["modality_config"]["message"].get("format", "auto")
     structured = how == "structured" or (how == "auto" and any(part in template for part in _STRUCTURED))
     prompt = metadata.prompts.get(str(metadata.saved.get("default_prompt_name")), "")
     roles = [("system", prompt)] if prompt else []
-    roles += [("query", _QUERY), ("document", _DOCUMENT)]
+    roles += zip(("query", "document"), texts, strict=True)
     return [{"role": role, "content": [{"type": "text", "text": text}] if structured else text} for role, text in roles]
 
 
 def _around(text: str) -> tuple[str, str, str]:
-    """Prefix, body with {query} and {document} in it, and suffix."""
+    """What is before the query, between it and the document, and behind this."""
     if text.count(_QUERY) != 1 or text.count(_DOCUMENT) != 1 or text.index(_QUERY) > text.index(_DOCUMENT):
         raise ModelLoadFailed("the chat template does not show the query once and then the document once")
     prefix, rest = text.split(_QUERY)
     between, suffix = rest.split(_DOCUMENT)
-    return prefix, "{query}" + between + "{document}", suffix
+    return prefix, between, suffix
 
 
 ARCHITECTURE = "JinaForRanking"

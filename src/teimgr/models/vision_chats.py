@@ -207,14 +207,17 @@ def _rendered(metadata: ModelMetadata, is_reranker: bool) -> tuple[tuple[str, ..
     template, options = chats.read_template(metadata)
     options = {"add_generation_prompt": True} | options
 
-    def shown(*, with_system: bool = True, image: bool = False) -> str:
+    marks = (_SYSTEM, _FIRST, *((_SECOND,) if is_reranker else ()))
+
+    def shown(texts: Sequence[str] = marks, *, with_system: bool = True, image: bool = False) -> str:
         roles = ("query", "document") if is_reranker else ("user",)
-        messages = [_message("system", _SYSTEM)] if with_system else []
-        messages += [_message(role, mark, image=image) for role, mark in zip(roles, (_FIRST, _SECOND), strict=False)]
+        messages = [_message("system", texts[0])] if with_system else []
+        messages += [_message(role, text, image=image) for role, text in zip(roles, texts[1:], strict=True)]
         return chats.rendered(metadata, template, messages, options)
 
-    marks = (_SYSTEM, _FIRST, *((_SECOND,) if is_reranker else ()))
     pieces = _split(shown(), marks)
+    if chats.strips_texts(shown, pieces):
+        raise ModelLoadFailed("the chat template takes white space from the ends of texts, which is not served")
     with_image = _split(shown(image=True), marks)
     block = with_image[1].removeprefix(pieces[1])
     expected = (pieces[0], *(f"{piece}{block}" for piece in pieces[1:-1]), pieces[-1])

@@ -136,7 +136,8 @@ class CausalTemplate:
 
     def _body_of(self, pair: Pair) -> str:
         """The middle of a pair's text. A literal {query} or {document} in a text stays as it is."""
-        texts = {"{query}": pair.first, "{document}": pair.second}
+        first, second = (text.strip() for text in pair) if self._config.strips else pair
+        texts = {"{query}": first, "{document}": second}
         return "".join(texts.get(part, part) for part in self._body)
 
     @property
