@@ -11,28 +11,28 @@ from teimgr.http.bodies import charge_body, read_body
 from teimgr.http.byte_budget import ByteBudget, Charge, Shares
 from teimgr.http.direct import DirectRequest
 
-# Bodies up to this size have their own budget, so that interactive requests never wait for bulk ones.
+# Bodies up to this size have a separate budget, so that interactive requests never wait for bulk ones.
 SMALL_BYTES = 64 * 1024
 _SMALL_BODIES_BYTES = 64 * 2**20
 _LARGE_BODIES_BYTES = 256 * 2**20
-# The calls to one instance may hold this part of a budget: while one hangs, the others are served.
+# The largest part of a budget that calls to one instance may hold: while it hangs, other instances are served.
 _INSTANCE_SHARE = 4
-# The bodies of one caller, or without keys of one connection, may hold this part of a budget.
+# The largest part of a budget for the bodies of one caller; without keys, of one connection.
 _SHARE = 2
 _SMALL_DIGITS = 9  # a longer Content-Length is not a small body
-# Replies are charged to the budget of large bodies, whether or not they fit; above this multiple of that budget new
+# Replies are charged to the budget of large bodies even if they exceed it; above this multiple of that budget new
 # calls are refused.
 _REPLIES = 2
 
-# A call takes memory besides its body; with this minimum many small ones are bounded too.
+# The least charge of a call, which takes memory besides its body, so that many small calls are bounded too.
 MIN_HELD_BYTES = 1024
 
 HeldKey = tuple[str, str | None, ByteBudget]
-"""Instance, the caller whose share it is (None: that of all), and the budget."""
+"""Instance, the caller whose share is counted (None: all callers), and the budget."""
 
 
 class ReadBody(NamedTuple):
-    """A request's head and body, which begins at `start`, the bytes charged for it, and their budget."""
+    """A buffer with a request's head, and its body from `start` on; the bytes charged for it, and their budget."""
 
     payload: bytearray
     start: int
@@ -43,7 +43,7 @@ class ReadBody(NamedTuple):
 class Bodies:
     """Budgets of the bytes of requests and replies in memory, one for small and one for large bodies.
 
-    Calls to one instance hold a part of them at most, and so do the bodies of one caller, or of one connection.
+    The calls to one instance, and the bodies of one caller or connection, hold at most a part of them.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -55,10 +55,9 @@ class Bodies:
         self._held: Counter[HeldKey] = Counter()
 
     async def read(self, request: DirectRequest, head: bytes, sharer: Hashable) -> tuple[ReadBody, Charge]:
-        """`head` and the body in one buffer, and the charge for it, which the caller releases.
+        """Read `head` and the body into one buffer; the caller releases the returned charge.
 
-        The bytes count from the first one, also against the part of the budget that the bodies of `sharer` may hold
-        together.
+        Each byte is charged as it arrives, also against the part of the budget for the bodies of `sharer`.
 
         Raises:
             TooLarge: the body is over the limit; the rest of it is discarded.
@@ -83,7 +82,7 @@ class Bodies:
         return ReadBody(buffer, len(head), charge.bytes, budget), charge
 
     def take_small(self, request: DirectRequest, head: bytes) -> tuple[ReadBody, Charge] | None:
-        """The result of `read` for a small body that is there and fits its budget now; else None."""
+        """Return the result of `read` for a small body that has arrived and fits its budget now; else None."""
         size = request.body.whole_bytes
         if size is None or size > self.small_bytes:
             return None
@@ -96,7 +95,8 @@ class Bodies:
     async def hold(
         self, head: bytes, body: bytes | bytearray, budget: ByteBudget | None = None
     ) -> tuple[ReadBody, Charge]:
-        """Like `read`, of a body that is there, a small one unless a budget is given; the caller releases the charge.
+        """Like `read`, for a body that is in memory, as a small one unless a budget is given; the caller releases the
+        charge.
 
         Raises:
             Overloaded: too many replies wait for their clients, or the budget stayed exhausted for too long.
@@ -111,10 +111,10 @@ class Bodies:
             raise Overloaded("Too many replies wait for clients that do not read them; try again later")
 
     def held_for(self, instance: str, body: ReadBody, holder: str | None = None) -> Holding:
-        """Count `body` as held by `instance` within the block, `MIN_HELD_BYTES` at least, and by the caller `holder`.
+        """Count `body` as held by `instance` and the caller `holder` within the block, at least `MIN_HELD_BYTES`.
 
         Raises:
-            Overloaded: the calls to the instance, or those of `holder` to it, hold their share already.
+            Overloaded: the calls to the instance, or those of `holder` to it, already hold their share.
         """
         count = max(body.charged, MIN_HELD_BYTES)
         most = body.budget.limit_bytes // _INSTANCE_SHARE
@@ -132,7 +132,7 @@ class Bodies:
 
 
 class Holding:
-    """A context manager: `count` more is held under each of `keys` within its block."""
+    """A context manager that counts `count` more as held under each of `keys`."""
 
     __slots__ = ("_count", "_held", "_keys")
 

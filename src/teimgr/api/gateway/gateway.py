@@ -1,4 +1,4 @@
-"""The inference gateway: each HTTP request is forwarded to a worker of the model it names, its reply passed back.
+"""The inference gateway: forwards each HTTP request to a worker of the model that it names, and returns the reply.
 
 `api/gateway/routes.py` lists the routes; bodies are parsed and answers written by the workers (`worker/dialects/`).
 """
@@ -90,12 +90,12 @@ log = logging.getLogger(__name__)
 _HEADERS = ("content-type", "accept", "content-encoding", DIALECT_HEADER, LANE_KEY, EXPECT_KEY)
 _KEYS = [(name, name.encode()) for name in _HEADERS]
 _OWNER = "teimgr"
-# Vectors as JSON are four times the size of what gRPC carries.
+# Vectors as JSON are four times as large as over gRPC.
 _MAX_REPLY_BYTES = 256 * 2**20
 
 
 class _Call(NamedTuple):
-    """A request for a worker of what its path names (`named`), else of its body's `model`.
+    """A request for the model or instance that its path names (`named`), else its body's `model`.
 
     `holder` is the caller whose bytes are counted, as in `Bodies.held_for`.
     """
@@ -111,9 +111,9 @@ class _Call(NamedTuple):
 class Gateway:
     """Forwards inference requests to workers. It follows `directory` from its construction to `close`.
 
-    With `identity`, that of this node in a fleet of several hosts, workers of other nodes are reached over mutual TLS.
-    `views` are the instances, for what is known of their models; `rates` are the buckets of tenants; `loads` has models
-    on demand loaded.
+    `identity` is that of this node in a fleet of several hosts: workers of other nodes are then reached over mutual
+    TLS. `views` are the instances, for facts about their models; `rates` are the buckets of tenants; `loads` loads
+    models on demand.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Gateway:
         self._timeout_s = float(settings.inference_timeout_secs) or None
         limit_bytes = min(settings.inference_max_body_mb, settings.grpc_max_message_size_mb) * 2**20
         self._bodies = Bodies(limit_bytes)
-        self.reply_budget = self._bodies.large  # of long ones
+        self.reply_budget = self._bodies.large  # of long replies
         self._router = Router(
             LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES),
             identity,
@@ -154,7 +154,7 @@ class Gateway:
         self._rows.routed(name, entry)
 
     def on_change(self, name: str) -> None:
-        """An instance has changed in what its routes do not say."""
+        """React to a change of an instance that its routes do not show."""
         self._rows.changed(name)
 
     def reconfigure(self, settings: Settings) -> None:
@@ -182,7 +182,7 @@ class Gateway:
         self._scans.close()
 
     async def answer(self, call: InferenceCall, request: DirectRequest, caller: Caller) -> HttpReply:
-        """The reply to a request of inference, whose body is read as it comes."""
+        """Reply to a request of inference, reading its body as it arrives."""
         path, given = call.path, request.headers
         headers = {name: value.decode("latin-1") for name, key in _KEYS if (value := given.get(key)) is not None}
         head = HttpRequest(_dialect(path, headers), "POST", path.inner, call.query, headers)
@@ -207,7 +207,7 @@ class Gateway:
         return reply
 
     async def _info(self, request: Request) -> Response:
-        """TEI's reply about its model, by a worker of the instance in the path."""
+        """Return TEI's reply about its model, from a worker of the instance in the path."""
         headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
         head = HttpRequest(INFO.dialect, "GET", INFO.inner, request.url.query, headers)
         caller = caller_of(request.scope)
@@ -221,10 +221,10 @@ class Gateway:
         return Response(reply.body, reply.status, dict(reply.headers))
 
     async def answer_bulk(self, path: DialectPath, body: bytes, caller: Caller) -> HttpReply:
-        """Like `answer`, in the bulk lane, of a JSON body that no client waits for (`batches/`).
+        """Like `answer`, in the bulk lane, for a JSON body of a batch (`batches/`).
 
         Raises:
-            TeimgrError: no worker answered. Refusals by a worker are replies.
+            TeimgrError: no worker answered. Refusals by a worker are returned as replies.
         """
         head = HttpRequest(path.dialect, "POST", path.inner, "", dict(JSON_TYPE))
         began, status = time.perf_counter(), STATUS[Code.CANCELLED].http
@@ -246,11 +246,11 @@ class Gateway:
             self._metrics.observe(catalogue.INFERENCE, seconds, path.dialect, path.inner, str(status))
 
     def check_model(self, model: str, caller: Caller) -> None:
-        """Raises ModelNotFound, with similar names, for a name that is unknown or that the caller may not use."""
+        """Raise ModelNotFound, with similar names, for a name that is unknown or that the caller may not use."""
         self._names_for(caller).check(model)
 
     async def _count(self, path: DialectPath, dialect: str, calling: Coroutine[Any, Any, HttpReply]) -> HttpReply:
-        """`_as_dialect`, counted by dialect, route and status."""
+        """Count the result of `_as_dialect` by dialect, route and status."""
         began, status = time.perf_counter(), STATUS[Code.CANCELLED].http
         try:
             reply = await self._as_dialect(path, dialect, calling)
@@ -261,7 +261,7 @@ class Gateway:
         return reply
 
     async def _as_dialect(self, path: DialectPath, dialect: str, calling: Coroutine[Any, Any, HttpReply]) -> HttpReply:
-        """The worker's reply, or a failure in the form of the dialect."""
+        """Return the worker's reply, or a failure in the form of the dialect."""
         try:
             return await calling
         except TeimgrError as error:
@@ -275,7 +275,7 @@ class Gateway:
             return error_bodies.failure(dialect, Internal("Internal error: see the daemon's log"))
 
     async def _call_worker(self, call: _Call) -> HttpReply:
-        """The reply of a worker."""
+        """Forward the call to a worker, loading its model if needed."""
         try:
             return await self._call_loaded(call, self._timeout_s)
         except NotLoaded as error:
@@ -294,10 +294,10 @@ class Gateway:
             return await call_when_ready(self._waits, missing, self._timeout_s, again)
 
     async def _call_loaded(self, call: _Call, timeout_s: float | None, *, is_held: bool = False) -> HttpReply:
-        """`_call_worker` of a model that is loaded; `is_held`: its body is counted already.
+        """Forward a call to a model that is loaded; `is_held`: its body is counted already.
 
         Raises:
-            NotLoaded: it is not, or is being unloaded; the call was not begun.
+            NotLoaded: the model is not loaded, or is being unloaded; the call was not begun.
         """
         head, body = call.head, call.body
         payload, lease = body.payload, await self._lease(call)
@@ -316,7 +316,7 @@ class Gateway:
         return reply
 
     def _kept(self, instance: str, reply: HttpReply) -> HttpReply:
-        """The reply of a worker for the client; the model stays as long as the call has asked."""
+        """Return a worker's reply for the client, and keep the model loaded as long as the call asked."""
         if (seconds := reply.headers.get(KEEP_ALIVE)) is None:
             return reply
         self._loads.keep(instance, float(seconds), current_tenant())
@@ -333,12 +333,12 @@ class Gateway:
             if len(body.payload) == body.start:
                 raise InvalidInput("missing request body")
             model = known_name(names, model)
-        elif model and inner.startswith("/v1/"):  # Ollama's port has them too
+        elif model and inner.startswith("/v1/"):  # Ollama's port has these routes too
             model = names.spelt_here(model)
         return names.lease(model, kinds_of(inner))
 
     def _names_for(self, caller: Caller) -> ModelNames:
-        if caller is ANONYMOUS:  # who may know all
+        if caller is ANONYMOUS:  # without authentication every name may be listed
             return self._names
         return self._names.restricted(router_view(caller, self._router), caller.is_operator)
 
@@ -348,7 +348,8 @@ class Gateway:
         return Response(body, headers=dict(JSON_TYPE))
 
     async def _weaviate_ready(self, request: Request) -> Response:
-        """204 while the daemon routes, and below an instance's name while that takes calls, or is loaded by one."""
+        """Return 204 while the daemon routes; below an instance's name, while it takes calls or a call would load
+        it."""
         try:
             if "name" in request.path_params:
                 with (
@@ -363,7 +364,7 @@ class Gateway:
 
     @staticmethod
     def _asker(request: Request) -> tuple[str, Caller]:
-        """Whose cards a request is for: the owner that they name, and the caller."""
+        """Return whom the cards of a request are for: the owner that they name, and the caller."""
         dialect = dialect_of(request.url.path)
         return dialect if dialect in (INFINITY, VLLM) else _OWNER, caller_of(request.scope)
 
@@ -380,18 +381,18 @@ class Gateway:
             return Response(reply.body, reply.status, dict(reply.headers))
         if names.model_id(name) is not None:
             [row] = await self._rows.rows([name], *self._asker(request), self.aliases)
-        else:  # a call would have an instance of it made
+        else:  # a call would create an instance of it
             caller = caller_of(request.scope)
             row = orjson.dumps(ModelCards((), names.model_id, self._since, _OWNER, caller.is_operator).card(name))
         return Response(row, headers=dict(JSON_TYPE))
 
 
-# Of which clients read OpenAI's headers.
+# Dialects whose clients read OpenAI's headers.
 _RATE_DIALECTS = (OPENAI, TEI_OPENAI, VLLM)
 
 
 def rate_headers(state: RateState) -> dict[str, str]:
-    """OpenAI's headers of what a key may use: the burst, what is left of it, and when all of it is there again."""
+    """Return OpenAI's headers of a key's rate: the burst, what is left of it, and when it is full again."""
     return {
         "x-ratelimit-limit-tokens": str(state.limit),
         "x-ratelimit-remaining-tokens": str(state.remaining),
@@ -400,7 +401,7 @@ def rate_headers(state: RateState) -> dict[str, str]:
 
 
 def go_duration(seconds: float) -> str:
-    """A duration as OpenAI writes it: `20ms`, `1.5s`, `6m0s`."""
+    """Format a duration as OpenAI does: `20ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     if seconds < 60:
@@ -411,13 +412,13 @@ def go_duration(seconds: float) -> str:
 
 
 def _dialect(path: DialectPath, headers: Mapping[str, str]) -> str:
-    """The dialect of a request: the one that its header selects, if the path has it, else the path's default."""
+    """Return the dialect of a request: the one in its header, if the path has it, else the path's default."""
     chosen = headers.get(DIALECT_HEADER)
     return chosen if chosen is not None and chosen in path.others else path.dialect
 
 
 def _sharer(scope: Mapping[str, Any], caller: Caller) -> Hashable:
-    """Whose bodies share a part of the budgets: a caller's, or a connection's without authentication."""
+    """Return whose bodies share a part of the budgets: a caller's, or without authentication a connection's."""
     return scope.get("client") if caller is ANONYMOUS else caller.name
 
 
@@ -426,13 +427,13 @@ def _holder(caller: Caller) -> str | None:
 
 
 def after_load(head: HttpRequest, body: ReadBody, waited_ns: int) -> tuple[HttpRequest, ReadBody]:
-    """Head and body of a request that has waited for its model, with that time for the worker."""
+    """Return head and body of a request after the load of its model, with the waiting time for the worker."""
     head = head._replace(headers={**head.headers, LOAD_NS: str(waited_ns)})
     start = request_head(head)
     return head, body._replace(payload=bytearray(start + body.payload[body.start :]), start=len(start))
 
 
 def check_encoding(headers: Mapping[str, str]) -> None:
-    """Raises InvalidInput for a compressed body: nothing in it could be read."""
+    """Raise InvalidInput for a compressed body, which cannot be read."""
     if fault := compression_fault(headers.get("content-encoding", "")):
         raise InvalidInput(fault)

@@ -1,6 +1,6 @@
 """`GET /v1/models`: one list that the clients of OpenAI, vLLM, SIE, Infinity, Xinference and Cohere can read.
 
-A card is the union of their model objects, and the list is under `data` and under `models`. Beside it: Infinity's
+A card is the union of their model objects, and the list is under `data` and under `models`. Also here: Infinity's
 health, vLLM's health and version, Cohere's check of an API key, and the probes of Weaviate.
 """
 
@@ -59,7 +59,7 @@ _OUTPUTS = {"dense": "dense", "sparse": "sparse", "multi-vector": "multivector",
 
 
 class _Listed(NamedTuple):
-    """The last list that was asked for, and what it is of: these very objects. A change of an instance drops it."""
+    """The last list that was asked for, and the objects from which it was made. A change of an instance drops it."""
 
     names: Sequence[str]
     aliases: Iterable[str]
@@ -68,10 +68,10 @@ class _Listed(NamedTuple):
 
 
 class CardRows:
-    """The cards of names as JSON, each made again only after its instance or its model has changed.
+    """The cards of names as JSON; each is made again only after its instance or its model has changed.
 
     `cards` makes them, for an owner and a caller; `routed` follows the directory. Callers with the same instances and
-    rights share rows, and the whole list while nothing changes: of thousands of names it has megabytes.
+    rights share rows, and the whole list while nothing changes: with thousands of names it takes megabytes.
     """
 
     def __init__(self, cards: Callable[[str, Caller], ModelCards]) -> None:
@@ -82,7 +82,7 @@ class CardRows:
         self._listed: _Listed | None = None
 
     def routed(self, name: str, entry: RouteEntry | None) -> None:
-        """An instance has this entry now, None: it was deleted."""
+        """Take the new entry of an instance; None means that it was deleted."""
         self.changed(name)
         if entry is None:
             self._models.pop(name, None)
@@ -91,7 +91,7 @@ class CardRows:
             self.changed(name)
 
     def changed(self, name: str) -> None:
-        """Have the rows of an instance and of its model made again when they are asked for."""
+        """Drop the rows of an instance and of its model, so that the next request makes them again."""
         self._changes += 1
         self._listed = None
         for rows in self._rows.values():
@@ -99,7 +99,7 @@ class CardRows:
                 rows.pop(stale, None)
 
     async def listed(self, names: Sequence[str], owner: str, caller: Caller, aliases: Iterable[str] = ()) -> bytes:
-        """The list of these names, whose rows are under `data` and under `models`."""
+        """Return the list of these names, whose rows are under `data` and under `models`."""
         who, changes, last = (owner, caller.is_operator, caller.instances), self._changes, self._listed
         if last is not None and last.names is names and last.aliases is aliases and last.who == who:
             return last.body
@@ -110,7 +110,7 @@ class CardRows:
         return body
 
     async def rows(self, names: Sequence[str], owner: str, caller: Caller, aliases: Iterable[str] = ()) -> list[bytes]:
-        """The rows of these names in their order."""
+        """Return the rows of these names in their order."""
         rows = self._rows[owner, caller.is_operator, caller.instances]
         for alias in aliases:  # the instance behind it may have changed
             rows.pop(alias, None)
@@ -129,7 +129,7 @@ class CardRows:
 class ModelCards:
     """The cards of names; a name may be an instance, an alias or a model id, and `model_id` resolves it.
 
-    Paths of the host and reasons of failures are in them only if `is_for_operator`.
+    Paths of the host and reasons of failures are included only if `is_for_operator`.
     """
 
     def __init__(
@@ -151,7 +151,8 @@ class ModelCards:
             self._by_model[view.spec.model_id].append(view)
 
     def card(self, name: str) -> dict[str, Any]:
-        """The card; facts about the model are there once it is loaded. `root` is the id of the model, as in vLLM."""
+        """Return the card; it has facts about the model once that is loaded. `root` is the id of the model, as in
+        vLLM."""
         model_id = self._model_id(name)
         views = [self._by_name[name]] if name in self._by_name else self._by_model.get(model_id or "", [])
         view = min(views, key=lambda each: _BEST_FIRST.index(each.state), default=None)
@@ -207,12 +208,12 @@ def _facts(model: LoadedModel) -> dict[str, Any]:
 
 
 async def infinity_health(request: Request) -> Response:
-    """Infinity's health: the time."""
+    """Return Infinity's health: the time."""
     return Response(orjson.dumps({"unix": time.time()}), headers=dict(JSON_TYPE))
 
 
 async def vllm_health(request: Request) -> Response:
-    """vLLM's health: an empty answer while the daemon routes."""
+    """Return vLLM's health: an empty answer while the daemon routes."""
     return Response()
 
 
@@ -221,11 +222,11 @@ async def vllm_version(request: Request) -> Response:
 
 
 async def weaviate_meta(request: Request) -> Response:
-    """What Weaviate shows of a module's container; it reads no field of it."""
+    """Return an object for Weaviate's metadata about a module's container; Weaviate reads no field of it."""
     return Response(orjson.dumps({"server": "teimgr", "version": __version__}), headers=dict(JSON_TYPE))
 
 
 async def cohere_check_key(request: Request) -> Response:
-    """Cohere's check of an API key; one that is not valid does not come so far."""
+    """Confirm a valid API key for Cohere's check; authentication has refused invalid ones."""
     answer = {"valid": True, "organization_id": "teimgr", "owner_id": caller_of(request.scope).name}
     return Response(orjson.dumps(answer), headers=dict(JSON_TYPE))

@@ -1,4 +1,4 @@
-"""`ModelNames`: a name to an instance; similar names for an unknown one. `ModelScans`: the `model` of a body."""
+"""`ModelNames`: resolves a name to an instance, and suggests similar names. `ModelScans`: finds `model` in a body."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.router import Lease, RouterView
 
 _NEAREST = 3
-# Of an absurdly long name that does not exist, in the error text.
+# The most characters of an unknown name in the error text.
 _SHOWN_CHARS = 256
-# What finding similar names may cost, in products of two lengths: some 10 ms on the event loop. A comparison costs as
-# much as one of two names of 40 characters before it begins.
+# Limit on the search for similar names, in products of two lengths: some 10 ms on the event loop. Each comparison has a
+# fixed cost like that of two names of 40 characters.
 _COMPARED_CHARS, _COMPARISONS, _BEGUN = 128, 200_000, 1600
 _REGISTRIES = ("registry.ollama.ai/", "library/")  # of Ollama
 _LATEST = ":latest"
@@ -31,7 +31,7 @@ _LATEST = ":latest"
 class ModelNames:
     """Resolves names against the router's last snapshot; `aliases` maps an alias to an instance name or a model id.
 
-    Ids that are paths of the host resolve for every caller, and are listed only if `shows_paths`.
+    Model ids that are paths of the host resolve for every caller, and are listed only if `shows_paths`.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class ModelNames:
         self._router = router
         self._aliases = aliases
         self._shows_paths = shows_paths
-        self._sorted: tuple[object, object, list[str]] | None = None  # of these entries and aliases
+        self._sorted: tuple[object, object, list[str]] | None = None  # made from these entries and aliases
 
     def restricted(self, router: RouterView, shows_paths: bool) -> ModelNames:
         return self if router is self._router else ModelNames(router, self._aliases, shows_paths=shows_paths)
 
     def lease(self, model: str | None, kinds: Sequence[str] = ()) -> Lease:
-        """A lease on the least busy worker of `model`; without one, on that of the instance for one of `kinds`.
+        """Lease the least busy worker of `model`; without a model, of the instance for one of `kinds`.
 
         Raises:
             ModelNotFound: the name is unknown; the text lists similar ones.
@@ -72,10 +72,10 @@ class ModelNames:
             raise kind(f"No instance of the model '{shown}' takes calls now: {states}") from None
 
     def lease_instance(self, name: str) -> Lease:
-        """A lease on the instance of that name.
+        """Lease a worker of the instance of that name.
 
         Raises:
-            InstanceNotFound: with the nearest names.
+            InstanceNotFound: the text has the nearest names.
             Unavailable: it does not run.
         """
         try:
@@ -85,7 +85,7 @@ class ModelNames:
             raise error from None
 
     def names(self) -> list[str]:
-        """The names that `model` may have, sorted: instances, aliases and model ids that are listed."""
+        """Return the listed names that `model` may have, sorted: instances, aliases and model ids."""
         entries, given = self._router.snapshot.entries, self._aliases()
         if self._sorted is not None and self._sorted[0] is entries and self._sorted[1] is given:
             return self._sorted[2]
@@ -96,24 +96,24 @@ class ModelNames:
         return self._sorted[2]
 
     def check(self, model: str, refusal: str = "The model '{}' does not exist") -> None:
-        """Raises ModelNotFound, with similar names, for an unknown name; what is known need not run."""
+        """Raise ModelNotFound, with similar names, for an unknown name; a known one need not be running."""
         if self.model_id(model) is None and not self._router.may_load(self.target(model)):
             shown = model if len(model) <= _SHOWN_CHARS else model[:_SHOWN_CHARS] + "…"
             raise ModelNotFound(refusal.format(shown) + _nearest(model, self.names()))
 
     def model_id(self, model: str) -> str | None:
-        """The id of the model behind a name; None for an unknown name."""
+        """Return the model id behind a name; None for an unknown name."""
         target = self.target(model)
         if (entry := self._router.find(target)) is not None:
             return entry.model_id
         return target if self._router.of_model(target) else None
 
     def spelt_here(self, model: str) -> str:
-        """The known one of a name's spellings by Ollama's clients; otherwise the name itself."""
+        """Return the known spelling of a name as Ollama's clients write it; otherwise the name itself."""
         return next((each for each in _spellings(model) if self.model_id(each) is not None), model)
 
     def target(self, model: str) -> str:
-        """The instance or the model id that an alias stands for; any other name unchanged."""
+        """Return the instance or the model id that an alias stands for; any other name unchanged."""
         return model if self._router.find(model) is not None else self._aliases().get(model, model)
 
     def _instances(self) -> list[str]:
@@ -121,7 +121,7 @@ class ModelNames:
 
 
 def _spellings(model: str) -> Iterator[str]:
-    """Of a name as Ollama's clients write it: a registry before it, and the tag `latest` there or not."""
+    """Yield the spellings of a name of Ollama's clients: without its registry, with or without the tag `latest`."""
     yield model
     bare = model
     for registry in _REGISTRIES:
@@ -136,7 +136,7 @@ def _nearest(name: str, candidates: list[str]) -> str:
         for spelling in {
             each.casefold(),
             each.casefold().rpartition("/")[2],
-        }:  # a model's id, or that without its owner
+        }:  # a model's id, or the id without its owner
             by_spelling.setdefault(spelling, []).append(each)
     given = name[:_COMPARED_CHARS].casefold()
     similar = difflib.get_close_matches(given, _comparable(given, by_spelling), _NEAREST, 0.5) or [
@@ -149,7 +149,7 @@ def _nearest(name: str, candidates: list[str]) -> str:
 
 
 def _comparable(given: str, names: Iterable[str]) -> Iterator[str]:
-    """The names with which a name is compared: those of about its length, as far as the time for it goes."""
+    """Yield the names to compare with a name: those of similar length, as far as the time limit allows."""
     left = _COMPARISONS
     for name in sorted(names, key=lambda each: abs(len(each) - len(given))):
         left -= _BEGUN + len(name) * len(given)
@@ -158,16 +158,17 @@ def _comparable(given: str, names: Iterable[str]) -> Iterator[str]:
         yield name
 
 
-# Bodies of more bytes, or lists and objects, are scanned for their model instead of parsed, which holds the GIL: that
-# takes orjson 2 ms at most.
+# Larger bodies, or those with more lists and objects, are scanned for their model instead of parsed: orjson would hold
+# the GIL for more than 2 ms.
 PARSED_BYTES = 64 * 1024
 _PARSED_LISTS = 4096
-# Such a scan begins on the event loop, which suffices for most bodies; what it needs beyond this time is for a thread.
+# A scan begins on the event loop, which suffices for most bodies; after this time it goes on on a thread.
 _ON_LOOP_S = 0.0005
 
 
 class ModelScans:
-    """Finds `model` in bodies, by callers (`TURNS_OF`) in rotation: on the event loop, long ones on a thread."""
+    """Finds `model` in bodies, taking turns by caller (`TURNS_OF`): on the event loop, and for long bodies on a
+    thread."""
 
     def __init__(self) -> None:
         self._turns = WorkTurns()
@@ -177,10 +178,10 @@ class ModelScans:
         self._thread.close()
 
     async def model_of(self, body: bytes | bytearray, start: int = 0) -> str | None:
-        """The text under `model` in the JSON object that begins at `start`, or None.
+        """Return the text under `model` in the JSON object that begins at `start`, or None.
 
-        The last of several wins, as in the worker. Malformed JSON may have an answer too: the worker, which parses the
-        whole, refuses it.
+        The last of several wins, as in the worker. Malformed JSON may give a result too: the worker, which parses all
+        of it, refuses it.
 
         Raises:
             InvalidInput: `json_scan.MAX_TOKENS` lists, objects and long texts come before it.
@@ -190,7 +191,7 @@ class ModelScans:
 
 
 def _found(body: bytes | bytearray, start: int) -> str | Steps[str | None] | None:
-    """A body's model, or where that takes longer, the steps that are left."""
+    """Return a body's model, or, if that takes longer, the remaining steps."""
     if _parses_quickly(body, start):
         try:
             value = orjson.loads(memoryview(body)[start:])
@@ -211,7 +212,7 @@ def _found(body: bytes | bytearray, start: int) -> str | Steps[str | None] | Non
 
 
 def _parses_quickly(body: bytes | bytearray, start: int) -> bool:
-    """True if orjson is quick with a body."""
+    """True if orjson parses a body quickly."""
     size = len(body) - start
     if size > PARSED_BYTES:
         return False

@@ -1,6 +1,6 @@
-"""Ollama's routes beside its embedding: which models there are, which run, and what is known of one.
+"""Ollama's routes besides embedding: lists of models and of loaded ones, and facts about one.
 
-What generates text or changes models is refused by name. A model's name may be written as Ollama writes it.
+Routes that generate text or change models are refused by name. Model names may be written as Ollama writes them.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ REFUSED: Mapping[tuple[str, str], str] = {
 }
 """Routes of Ollama that are answered with 501 and this sentence."""
 
-# The release whose API this is: clients compare it before they use a route.
+# The release whose API this implements; clients compare it before they use a route.
 API_VERSION = "0.33.0"
-# Of a model that is not unloaded: Ollama counts 292 years from now.
+# Expiry of a model that is not unloaded: Ollama counts 292 years from now.
 _FOR_EVER = "2318-01-01T00:00:00Z"
 _OLLAMA_PORT_PATHS = ("/api/", "/v1/")
 _MAX_BODY_BYTES = 64 * 1024
@@ -53,10 +53,10 @@ _SLOW = "The request body did not come in time"
 
 
 def known_name(names: ModelNames, model: str | None) -> str | None:
-    """The name of a model here, for one as Ollama's clients write it: the tag `latest` may be there or not.
+    """Return the name of a model here, for a name that Ollama's clients write with or without the tag `latest`.
 
     Raises:
-        ModelNotFound: in Ollama's words, with similar names.
+        ModelNotFound: the name is unknown; in Ollama's words, with similar names.
     """
     if model:
         model = names.spelt_here(model)
@@ -65,7 +65,8 @@ def known_name(names: ModelNames, model: str | None) -> str | None:
 
 
 class OllamaPort:
-    """On Ollama's own port: `/` as Ollama answers it, and neither the page nor the routes that control the daemon."""
+    """The routes on Ollama's own port: `/` as in Ollama, but neither the page nor the routes that control the
+    daemon."""
 
     def __init__(self, app: ASGIApp, port: int) -> None:
         self._app = app
@@ -83,7 +84,7 @@ class OllamaPort:
 
 
 class _Listed(NamedTuple):
-    """A name that requests may have, and the best of the instances behind it."""
+    """A name that requests may use, and the best of its instances."""
 
     name: str
     model_id: str
@@ -91,7 +92,7 @@ class _Listed(NamedTuple):
 
 
 class OllamaRoutes:
-    """The routes; `names_for` and `views` are those of the gateway, which is there since `created`.
+    """Ollama's routes; `names_for` and `views` are those of the gateway, which started at `created`.
 
     `loads` decides how long models stay loaded.
     """
@@ -135,7 +136,7 @@ class OllamaRoutes:
             return _response(refusal(OLLAMA, 408, _SLOW))
 
     async def _generate(self, request: Request) -> Response:
-        """Unloads a model where there is nothing to generate and it is not kept alive, as Ollama does; else 400."""
+        """Unload a model if there is nothing to generate and it is not kept alive, as Ollama does; else answer 400."""
         what = request.url.path.rpartition("/")[2]
         try:
             body = await _body(request)
@@ -154,7 +155,7 @@ class OllamaRoutes:
         return _json({"model": _name_in(body), "created_at": _rfc3339(time.time())} | nothing | end)
 
     async def _pull(self, request: Request) -> Response:
-        """Ollama's end of a download for a model that is here: some clients pull before they embed."""
+        """Report a finished download for a model that is here, since some clients pull before they embed."""
         try:
             body = await _body(request)
             self._found(request, body)
@@ -166,11 +167,11 @@ class OllamaRoutes:
         return Response(b'{"status":"success"}\n', media_type=media_type)
 
     def _found(self, request: Request, body: Mapping[str, Any]) -> _Listed:
-        """The model that a body names.
+        """Return the model that a body names.
 
         Raises:
-            InvalidInput: it names none.
-            ModelNotFound: there is no such model that embeds.
+            InvalidInput: the body names no model.
+            ModelNotFound: there is no such model for embedding.
         """
         name = known_name(self._names_for(caller_of(request.scope)), _name_in(body))
         found = next((each for each in self._listed(request) if each.name == name), None)
@@ -179,7 +180,7 @@ class OllamaRoutes:
         return found
 
     def _listed(self, request: Request) -> Iterator[_Listed]:
-        """The names of what embeds, or may when it has been loaded, that the caller may use."""
+        """Yield the caller's names of models that embed, or may do so once loaded."""
         caller = caller_of(request.scope)
         names = self._names_for(caller)
         by_name: dict[str, InstanceView] = {}
@@ -240,7 +241,7 @@ def _tagged(name: str) -> str:
 
 
 def _digest(listed: _Listed) -> str:
-    """The space of a model's vectors, 64 hexadecimal digits; of one that was not loaded yet that of its id."""
+    """Return the space of a model's vectors, 64 hexadecimal digits; before its first load, the hash of its id."""
     if listed.view.model and listed.view.model.space:
         return listed.view.model.space
     revision = listed.view.model.commit if listed.view.model else None
@@ -260,12 +261,12 @@ def _details(listed: _Listed) -> dict[str, Any]:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    """The object in a body.
+    """Read the object in a body.
 
     Raises:
         InvalidInput: the body does not contain one.
-        TooLarge: the body is longer than any that names a model alone.
-        SlowClient: it does not come.
+        TooLarge: the body is longer than one that only names a model needs to be.
+        SlowClient: the body does not arrive.
     """
     text = await read_limited(request.stream(), _MAX_BODY_BYTES)
     if text is None:
@@ -282,7 +283,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _name_in(body: Mapping[str, Any]) -> str:
-    """The `model`, or `name`, of a body; raises InvalidInput without one."""
+    """Return the `model`, or `name`, of a body; raises InvalidInput without one."""
     given = body.get("model") or body.get("name")
     if not isinstance(given, str):
         raise InvalidInput("model is required")
@@ -290,14 +291,14 @@ def _name_in(body: Mapping[str, Any]) -> str:
 
 
 def _unloads(body: Mapping[str, Any]) -> bool:
-    """True if a request to generate has nothing to answer and asks that its model go."""
+    """True if a request to generate has nothing to answer and asks to unload its model."""
     kept = body.get("keep_alive")
     is_zero = (kept == 0 and not isinstance(kept, bool)) or kept in ("0", "0s", "0m", "0h")
     return is_zero and not body.get("prompt") and not body.get("messages")
 
 
 async def _version(request: Request) -> Response:
-    """The release of Ollama whose API this is."""
+    """Return the release of Ollama whose API this implements."""
     return _json({"version": API_VERSION, "server": f"teimgr {__version__}"})
 
 

@@ -1,7 +1,7 @@
 """The inference routes with their dialects, and their OpenAPI for the daemon's document.
 
-Where several products share a path, the default is the first dialect listed. The header `x-teimgr-dialect` selects
-another one, as does a prefix of the path: `/infinity/classify` is Infinity's. Requests and schemas of OpenAPI come from
+If several products share a path, the first dialect listed is the default. The header `x-teimgr-dialect` selects another
+one, as does a prefix of the path: `/infinity/classify` is Infinity's. OpenAPI's requests and schemas come from
 `openapi.json`, which `worker/dialects/openapi.py` generates from the request classes.
 """
 
@@ -39,7 +39,7 @@ DIALECT_HEADER = "x-teimgr-dialect"
 class DialectPath(NamedTuple):
     """A route of POST: `path` is Starlette's template, `inner` the path in the worker.
 
-    `{model}` or `{name}` in the template names the model or the instance, else the body has it. `others` are the
+    `{model}` or `{name}` in the template names the model or the instance; otherwise the body names it. `others` are the
     dialects that may be chosen instead of `dialect`.
     """
 
@@ -50,18 +50,19 @@ class DialectPath(NamedTuple):
 
 
 PREFIXED = (JINA, VLLM, INFINITY, VOYAGE, COHERE)
-"""Dialects that have each of their paths under `/<dialect>` too, for clients that name theirs by the base URL."""
+"""Dialects whose paths also exist under `/<dialect>`, for clients that select theirs by the base URL."""
 
 MODEL_LISTS = ("/v1/models", "/infinity/models", *(f"/{dialect}/v1/models" for dialect in PREFIXED))
 MODEL_CARDS = tuple(f"{path}/{{model:path}}" for path in MODEL_LISTS if path.endswith("/v1/models"))
 
 OLLAMA_TAGS, OLLAMA_RUNNING, OLLAMA_VERSION, OLLAMA_SHOW = "/api/tags", "/api/ps", "/api/version", "/api/show"
-# Its requests name no model: an instance may be in the path.
+# Weaviate's requests name no model; an instance may be in the path.
 WEAVIATE_BASES = ("/weaviate", "/weaviate/{name}")
 
 
 def dialect_of(path: str) -> str | None:
-    """The dialect whose clients call such paths, even if the route does not exist; None for teimgr's own."""
+    """Return the dialect whose clients call such paths, even if the route does not exist; None for teimgr's own
+    paths."""
     first = path[1:].partition("/")[0]
     if first in PREFIXED or first == WEAVIATE:
         return first
@@ -105,7 +106,7 @@ _KINDS_OF_PATH: dict[str, tuple[str, ...]] = {
 
 
 def kinds_of(inner: str) -> tuple[str, ...]:
-    """What an instance has to serve to get a request without a model, in order of preference; empty: anything."""
+    """Return what an instance must serve to get a request without a model, in order of preference; empty: anything."""
     return _KINDS_OF_PATH.get(inner, ())
 
 
@@ -121,7 +122,7 @@ INFO = DialectPath(_INSTANCE + "/info", TEI, "/info")
 
 
 class InferenceCall(NamedTuple):
-    """What a target asks for: its route, the `name` or `model` in its path, and its query."""
+    """A parsed target: its route, the `name` or `model` in its path, and its query."""
 
     path: DialectPath
     named: Mapping[str, str] = MappingProxyType({})
@@ -129,7 +130,7 @@ class InferenceCall(NamedTuple):
 
 
 def paths() -> Iterator[DialectPath]:
-    """Every route: shared paths, dialect-prefixed paths, Weaviate, SIE, TEI under /instances/{name}."""
+    """Yield every route: shared paths, dialect-prefixed paths, Weaviate, SIE, TEI under /instances/{name}."""
     for path, (first, *others) in _DIALECTS_OF_PATH.items():
         yield DialectPath(path, first, path, others=tuple(others))
         for dialect in (first, *others):
@@ -227,7 +228,7 @@ def _request(known: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _get(summary: str, responses: dict[str, Any], *parameters: str, suffix: str = "") -> dict[str, Any]:
-    """A GET; `suffix` tells its operation from another one of the same summary."""
+    """Describe a GET; `suffix` distinguishes its operation from another one with the same summary."""
     operation = {
         "tags": [_TAG],
         "summary": summary,
@@ -245,7 +246,7 @@ def _parameter(name: str) -> dict[str, Any]:
 
 
 def _failure(description: str) -> dict[str, Any]:
-    """A failure in the dialect's JSON, or in plain text where TEI's web framework refuses the body."""
+    """Describe a failure: the dialect's JSON, or plain text if TEI's web framework refuses the body."""
     text = {"text/plain": {"schema": {"type": "string"}}}
     return {"description": description, "content": _json({"type": "object"}) | text}
 

@@ -1,8 +1,8 @@
 """Crash reports: one file for each worker or mux that ended unexpectedly or was killed as hung.
 
-They are in `crashes/` beside the logs, JSON, readable by their owner alone: `<instance>-<replica>-<time>.json`, and
-`_mux-<number>-<time>.json`, of a mux on another host `_mux-<host>-<number>-<time>.json`. The size of a report and
-their number are bounded; the oldest are removed.
+They are JSON files in `crashes/` beside the logs, readable only by their owner: `<instance>-<replica>-<time>.json`, and
+for muxes `_mux-<number>-<time>.json`, or `_mux-<host>-<number>-<time>.json` on another host. Size and number of the
+reports are bounded; the oldest are removed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from teimgr.spec import Incident, WorkerSpec, rfc3339
 
 KEPT_PER_INSTANCE = 20
 KEPT = 1000
-"""Of all instances together, those included that were deleted."""
+"""The most reports of all instances together, including deleted ones."""
 LOG_LINES = 50
 MUX = "_mux"
-"""In the place of the instance's name in the report of a mux, followed by `-HOST` on another host; no instance's name
-starts so."""
+"""Takes the place of the instance's name in the report of a mux, followed by `-HOST` on another host; no instance name
+starts with it."""
 _STACK_LINES = 300
 _LINE_CHARS = 1000
 _READ_BYTES = 256 << 10
@@ -49,10 +49,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crash:
-    """How one process ended. `status` is that of `Exit`, `started_at` seconds since the epoch.
+    """The end of one process. `status` is that of `Exit`, `started_at` seconds since the epoch.
 
-    Of a mux, `instance` begins with `MUX`, `replica` is its number, and `spec` None. `events` are the instance's last
-    ones, as they are shown.
+    For a mux, `instance` begins with `MUX`, `replica` is its number, and `spec` None. `events` are the instance's last
+    events as shown to users.
     """
 
     instance: str
@@ -67,7 +67,7 @@ class Crash:
 
     @classmethod
     def unseen(cls, ended: EndedWorker) -> Self:
-        """Of a worker that ended while no daemon ran."""
+        """Make the record of a worker that ended while no daemon ran."""
         return cls(
             instance=ended.instance,
             replica=ended.spec.replica if ended.spec else 0,
@@ -81,16 +81,17 @@ class Crash:
 
 
 class CrashReports:
-    """Writes the reports into `folder`, and removes those that are too many."""
+    """Writes reports to `folder`, and removes the oldest beyond the limit."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._one_write = threading.Lock()
 
     def report(self, crash: Crash) -> tuple[Incident, Coroutine[Any, Any, None]]:
-        """Log the end; give what the instance's events have of it, and the writing of its report, on a thread.
+        """Log the end of a process; return the incident for its instance's events, and the coroutine that writes the
+        report.
 
-        The writing is the caller's to run.
+        The caller runs the coroutine, which writes on a thread.
         """
         now = datetime.now(UTC)
         name = report_name(crash.instance, crash.replica, now)
@@ -123,12 +124,12 @@ def report_name(instance: str, replica: int, now: datetime) -> str:
 
 
 def stacks(lines: Sequence[str]) -> list[str]:
-    """The Python stacks in a log: those that faulthandler dumps, and tracebacks with their last line."""
+    """Return the Python stacks in a log: dumps by faulthandler, and tracebacks with their last line."""
     found, inside = [], False
     for line in lines:
         if _STACK_HEAD.match(line):
             inside = True
-        elif inside and line and not line[0].isspace():  # it ends a traceback, or belongs to something else
+        elif inside and line and not line[0].isspace():  # the end of a traceback, or an unrelated line
             inside = False
             if not line.startswith("{"):
                 found.append(line)
@@ -161,7 +162,8 @@ def _facts(crash: Crash, now: datetime) -> dict[str, Any]:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Of teimgr, Python and the packages that workers compute with; from their metadata, as the daemon has no torch."""
+    """Read the versions of teimgr, Python and the workers' packages from their metadata, since the daemon has no
+    torch."""
     found = {"teimgr": __version__, "python": platform.python_version(), "kernel": platform.release()}
     for package in _PACKAGES:
         try:

@@ -1,6 +1,6 @@
-"""Plans for the fleet that runs: what would happen if instances were created or started, and doing exactly that.
+"""Plans for the running fleet: what would happen if instances were created or started, and how to do exactly that.
 
-Moves of running workers without a gap: `Rebalancer` makes the fleet more even, `HostDepartures` empties a host.
+Also moves running workers without a gap: `Rebalancer` balances the fleet, `HostDepartures` empties a host.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from teimgr.errors import InstanceNotFound, TeimgrError
 from teimgr.spec import Incident, InstanceSpec, State
 
 MAX_INSTANCES = 1000
-"""Of one plan. The heads of their files are read, so more would take long."""
+"""Instances of one plan. The heads of their files are read, so more would take long."""
 _LOOKS_AT_A_TIME = 4
 _MOVE_PAUSE_S = 3.0  # before another attempt to move workers that no other host took
 _RUNS = (State.STARTING, State.RUNNING)
 
 
 class Planning:
-    """Makes plans by the planner's inventory and ledger; `instances` are those of the manager."""
+    """Makes plans from the planner's inventory and ledger; `instances` are the manager's."""
 
     def __init__(
         self, planner: Planner, instances: Mapping[str, ManagedInstance], tokens_per_gib: Callable[[], int]
@@ -51,12 +51,12 @@ class Planning:
         self._recorded: list[list[Eviction]] = []
 
     def rehearse_by(self, rehearsal: Callable[[], Awaitable[Rehearsal]]) -> None:
-        """Predict evictions by the policy of residence; until then a plan has none."""
+        """Set the function that predicts evictions; plans have none before that."""
         self._rehearsal = rehearsal
 
     @contextmanager
     def recording(self) -> Iterator[list[Eviction]]:
-        """The evictions that happen within the block."""
+        """Record the evictions that happen within the block."""
         found: list[Eviction] = []
         self._recorded.append(found)
         try:
@@ -65,12 +65,12 @@ class Planning:
             self._recorded = [each for each in self._recorded if each is not found]
 
     async def noted(self, instance: str, incident: Incident | None, unloading: Awaitable[bool]) -> bool:
-        """Await the end of an instance's workers, which is recorded as an eviction where an incident comes with it."""
+        """Await the end of an instance's workers; with an incident it is recorded as an eviction."""
         if incident is None:
             return await unloading
         eviction, recorded = Eviction(instance=instance, reason=incident.reason), self._recorded
         for each in recorded:
-            each.append(eviction)  # now, in the order in which they were decided
+            each.append(eviction)  # at once, in the order of the decisions
         if is_done := await unloading:
             return is_done
         for each in recorded:
@@ -78,7 +78,7 @@ class Planning:
         return False
 
     async def plan(self, wanted: Sequence[InstanceSpec]) -> FleetPlan:
-        """What would happen if these instances were created or started in this order; nothing changes.
+        """Return what would happen if these instances were created or started in this order; nothing changes.
 
         Raises:
             InvalidGpuId: a `gpu_id` is not one of the cards.
@@ -103,7 +103,7 @@ class Planning:
         return [each.spec for each in self._instances.values() if each.spec.wanted_running]
 
     def happened(self, name: str) -> list[PlannedWorker]:
-        """What became of the workers of an instance, in the words of a plan.
+        """Return what happened to the workers of an instance, in the terms of a plan.
 
         Raises:
             InstanceNotFound: it was deleted meanwhile.
@@ -113,7 +113,7 @@ class Planning:
         return [self._became(name, each) for each in instance.workers]
 
     def is_placed(self, name: str) -> bool:
-        """True if each worker of an instance has its memory, or was refused it, or is gone."""
+        """True if each worker of an instance has its memory, was refused it, or has ended."""
         instance = self._instances.get(name)
         return instance is None or all(each.is_placed for each in instance.workers)
 
@@ -149,7 +149,7 @@ class Planning:
 
 
 class Rebalancer:
-    """Moves running workers of `instances` to better places; a second rebalancing waits for the one under way."""
+    """Moves running workers of `instances` to better places; a second rebalancing waits for the first."""
 
     def __init__(self, planner: Planner, instances: Mapping[str, ManagedInstance]) -> None:
         self._planner = planner
@@ -157,7 +157,7 @@ class Rebalancer:
         self._one_at_a_time = asyncio.Lock()
 
     async def plan(self) -> Rebalancing:
-        """What would move, and why the rest stays; nothing changes."""
+        """Return which workers would move, and why the others stay; nothing changes."""
         inventory = await self._planner.refresh()
         memory = self._planner.memory
         return rebalance(
@@ -165,7 +165,7 @@ class Rebalancer:
         )
 
     async def carry_out(self) -> Rebalancing:
-        """Make the moves of a plan: each new worker runs before the old one ends. One that fails leaves the old one."""
+        """Make the moves of a plan: each new worker runs before the old one ends. If it fails, the old one stays."""
         async with self._one_at_a_time:
             planned = await self.plan()
             return replace(planned, moves=tuple([await self._move(each) for each in planned.moves]))
@@ -193,7 +193,7 @@ class Rebalancer:
         return found
 
     def described(self, found: Rebalancing) -> dict[str, Any]:
-        """The reply of `POST /rebalance`."""
+        """Return the reply of `POST /rebalance`."""
         return {
             "moves": [
                 self._named(each.worker)
@@ -230,12 +230,12 @@ class HostDepartures:
         self._instances = instances
         self._booted = booted
         self._in_background = in_background
-        self._hosts: set[str] = set()  # whose workers are being moved
+        self._hosts: set[str] = set()  # hosts whose workers are being moved
 
     def begin(self, host: str, *, was_removed: bool = False) -> None:
-        """Begin to move the workers of a host elsewhere; no effect while that goes on.
+        """Start to move the workers of a host elsewhere; no effect while that goes on.
 
-        Those that no other host takes serve on; of a host that `was_removed` they are ended.
+        Workers that no other host takes keep serving; on a host that `was_removed` they are ended.
         """
         if host not in self._hosts:
             self._hosts.add(host)

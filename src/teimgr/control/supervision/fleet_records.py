@@ -1,4 +1,4 @@
-"""What follows from a change of an instance: waiting calls wake, its events are recorded, its workers get CPU threads.
+"""Follows up on a change of an instance: wakes waiting calls, records events, divides CPU threads among workers.
 
 The cost of one change does not depend on the number of instances.
 """
@@ -23,16 +23,16 @@ _LAST_EVENTS = 20  # of its instance, in a crash report
 
 
 class RecordedInstance(Protocol):
-    """An instance, as the records read it."""
+    """The part of an instance that the records read."""
 
     spec: InstanceSpec
 
     def view(self) -> InstanceView:
-        """A snapshot for display."""
+        """Return a snapshot for display."""
 
     @property
     def alive(self) -> Counter[str]:
-        """The workers that exist or are being started, by host."""
+        """Count the workers that exist or are being started, by host."""
 
     def set_threads(self, share: Callable[[str], CpuThreads]) -> None:
         """Set the CPU threads of each worker by the share of its host."""
@@ -56,7 +56,7 @@ class FleetRecords:
         self._listeners.append(listener)
 
     def changed(self, instance: RecordedInstance) -> None:
-        """Call after each change of an instance's state, once."""
+        """Record a change of an instance's state; call it once after each change."""
         name = instance.spec.name
         self.wake(name)
         self._events.note_one(name, instance.view())
@@ -66,11 +66,11 @@ class FleetRecords:
             listener(name)
 
     def ordered(self, name: str) -> None:
-        """The task's caller has ordered what happens to the instance next."""
+        """Note that the current task's caller ordered the instance's next change."""
         self._events.ordered(name, ORDERED_BY.get())
 
     def deleted(self, name: str) -> None:
-        """The instance does not exist any more."""
+        """Forget a deleted instance."""
         self.wake(name)
         self._events.note_one(name, None)
         self._share(name, Counter())
@@ -82,7 +82,7 @@ class FleetRecords:
 
     @contextmanager
     def watching(self, name: str) -> Iterator[asyncio.Event]:
-        """An event that is set at each change of the instance within the block."""
+        """Provide an event that is set at each change of the instance within the block."""
         event = asyncio.Event()
         self._watchers[name].add(event)
         try:
@@ -93,14 +93,14 @@ class FleetRecords:
                 del self._watchers[name]
 
     def wake(self, name: str) -> None:
-        """Have those who watch an instance look at it again."""
+        """Wake those who watch an instance."""
         for event in self._watchers.get(name, ()):
             event.set()
 
     def _share(self, name: str, alive: Counter[str]) -> None:
-        """Count the live workers of an instance, and send the workers their share of the cores if it has changed.
+        """Count the live workers of an instance, and send workers their share of the cores if it has changed.
 
-        More workers than cores have one core each, so that at most as many as there are cores get a message.
+        With more workers than cores, each has one core, so at most as many workers as cores get a message.
         """
         counts = self._planner.counts
         counts.set(name, alive)

@@ -1,16 +1,16 @@
 """One instance: its spec, the supervisors of its replicas, and updates without a gap in service.
 
-Replicas serve side by side and fail independently. An update that needs other workers starts a second set of replicas
+Replicas serve in parallel and fail independently. An update that needs other workers starts a second set of replicas
 beside the first (a rolling update):
 
     join      the new workers start, while the old ones serve; if a new one fails, the update is rolled back
     commit    the state file gets the new spec
     switch    the directory lists the new workers and no others, and every mux has confirmed it
-    leave     the old workers leave the ports and confirm it, finish their calls, and end; the update is done at the
-              confirmation: from then on no new request is answered by the old model
+        leave     the old workers leave the ports and confirm it, finish their calls, and end; the update is done at the
+                  confirmation: from then on the old model answers no new request
 
-After a crash of the daemon before the commit, the next daemon keeps the old workers, after it the new ones; it ends the
-others.
+After a crash of the daemon before the commit, the next daemon keeps the old workers; after the commit, the new ones. It
+ends the others.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from teimgr.wire.routing.directory import Directory
 
 log = logging.getLogger(__name__)
 
-# If replicas differ, the instance has the first of these states that one of them is in.
+# If replicas differ, the state of the instance is the first of these that one of them has.
 _PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
 
 
 _GIVEN_UP = "given up: another command came in between"
 _CONTINUED = "the daemon is ending; the next one continues the update"
-_NOTABLE_BYTES = 64 << 20  # above a reservation: a smaller overrun is in the debug log alone
+_NOTABLE_BYTES = 64 << 20  # above a reservation: smaller overruns are only in the debug log
 
 
 class ManagedInstance:
@@ -81,27 +81,27 @@ class ManagedInstance:
         self._context = context
         self._workers: list[Supervisor] = []
         self._tasks: dict[Supervisor, asyncio.Task[None]] = {}
-        self._past_restarts = 0  # of workers that were replaced by an update
+        self._past_restarts = 0  # of workers that updates have replaced
         self._update: UpdateView | None = None
         self._update_task: asyncio.Task[None] | None = None
-        self._unsaved: StateNotSaved | None = None  # why the last update was rolled back
+        self._unsaved: StateNotSaved | None = None  # set if the last update was rolled back because the disk refused
         self.placing = asyncio.Lock()
-        self._one_command = asyncio.Lock()  # of commands and updates
+        self._one_command = asyncio.Lock()  # held during commands and updates
         self._is_past_cancelling = False  # the update under way is committed, or is being rolled back
         self._is_deleted = False
         self._is_closing = False  # the daemon ends: nothing starts any more
         self._is_forgotten = False
-        self._serves: tuple[str, ...] = ()  # by the last model that was loaded
+        self._serves: tuple[str, ...] = ()  # of the last loaded model
         self._is_adopted = False  # the workers of an earlier daemon are adopted
         self._incident: Incident | None = None
-        self._failed_start: Incident | None = None  # the crash of a worker that an update under way has started
-        self._outgoing: frozenset[Supervisor] = frozenset()  # what the update under way is to end
-        self._memory: MemoryLimit | None = None  # while there is a limit
+        self._failed_start: Incident | None = None  # crash of a worker that the present update started
+        self._outgoing: frozenset[Supervisor] = frozenset()  # replicas that the present update will end
+        self._memory: MemoryLimit | None = None  # None without a limit
         self._recycling: asyncio.Task[None] | None = None
         self._is_unloading = False
-        self._is_recreating = False  # the old workers of an update end before the new ones start
+        self._is_recreating = False  # the present update ends the old workers before the new ones start
         self._unloaded_because: str | None = None
-        self._resting: InstanceView | None = None  # the last view, while nothing in it can change without an event
+        self._resting: InstanceView | None = None  # the last view, while only an event can change it
         self._add(spec, range(context.planner.replicas(spec)), "serving")
         self._publish()
 
@@ -129,12 +129,13 @@ class ManagedInstance:
 
     @property
     def is_to_run(self) -> bool:
-        """True if it should have workers now: it was not stopped, and is not an on-demand one that waits for a call."""
+        """True if it should have workers now: it was not stopped, and it is not an on-demand instance waiting for a
+        call."""
         return self.spec.wanted_running and self.state is not State.UNLOADED
 
     @property
     def workers(self) -> list[Supervisor]:
-        """The supervisors of all replicas, joining ones included."""
+        """The supervisors of all replicas, including joining ones."""
         return [each for each in self._workers if each.role != "leaving"]
 
     @property
@@ -151,14 +152,15 @@ class ManagedInstance:
         return not (self._is_deleted or self._is_closing or self.is_updating)
 
     def incarnations(self) -> Iterator[str]:
-        """Of the workers that its supervisors have now."""
+        """Yield the incarnations of the workers that its supervisors have now."""
         return (each.incarnation for each in self._workers if each.incarnation is not None)
 
     @property
     def resting(self) -> InstanceView | None:
-        """The view of an instance without processes, as long as nothing has changed; None for any other.
+        """Return the view of an instance without processes while nothing has changed; None otherwise.
 
-        Of thousands of declared instances most rest: a pass over all of them should cost nothing for these.
+        Most of thousands of declared instances are in this state: a pass over all of them should cost nothing for
+        these.
         """
         kept = self._resting
         if kept is None:
@@ -167,7 +169,7 @@ class ManagedInstance:
         return kept if is_valid else None
 
     def view(self) -> InstanceView:
-        """A snapshot for display; where it has one value for several workers, that of the first running replica."""
+        """Return a snapshot for display; a single value for several workers is that of the first running replica."""
         if (kept := self.resting) is not None:
             return kept
         view = self._present_view()
@@ -203,9 +205,9 @@ class ManagedInstance:
     # Commands
 
     async def begin(self, adopted: Mapping[int, Adopted], *, start: bool) -> None:
-        """Start supervision, with the adopted workers by replica; `start` the replicas that have none.
+        """Start supervision, with the adopted workers by replica; with `start`, also the replicas that have none.
 
-        Replicas that failed for good are not started, and those without work get a task at their first command.
+        Replicas that failed permanently are not started; replicas without work get a task at their first command.
         """
         async with self._one_command:
             self._add(self.spec, range(len(self._serving), self._context.planner.replicas(self.spec)), "serving")
@@ -229,7 +231,7 @@ class ManagedInstance:
                 changed.clear()
 
     def accepts_no_more_starts(self) -> None:
-        """The daemon ends: starts, restarts and updates are refused from now on."""
+        """Refuse starts, restarts and updates from now on: the daemon ends."""
         self._is_closing = True
 
     async def load(self) -> None:
@@ -245,10 +247,10 @@ class ManagedInstance:
                 await self._send(self._serving, Command.START)
 
     async def unload(self, reason: str = "", incident: Incident | None = None) -> bool:
-        """End the workers of an on-demand instance without calls; False, and it serves on, if it has some or is pinned.
+        """End the workers of an on-demand instance; False, without a change, if it has calls or is pinned.
 
-        It leaves the routes first, so that no call is on its way to a worker when the calls are counted. `incident` is
-        what is recorded once it ends.
+        It leaves the routes first, so that no call is on its way to a worker when calls are counted. `incident` is
+        recorded once it ends.
         """
         async with self._one_command:
             if not (self._may_update and self._loads_on_demand):
@@ -257,13 +259,13 @@ class ManagedInstance:
                 await self._send(self._serving, Command.STOP)
                 await asyncio.gather(*(each.settle() for each in self._serving))
                 return True
-            if self.state is not State.RUNNING or self.spec.pinned:  # since this was decided, perhaps
+            if self.state is not State.RUNNING or self.spec.pinned:  # it may have changed since the decision
                 return False
             self._is_unloading = True
             self._publish()
             try:
                 await self._directory.confirmed()
-                running = [each for each in self._serving if each.state is State.RUNNING]  # another one has no calls
+                running = [each for each in self._serving if each.state is State.RUNNING]  # others have no calls
                 used = await asyncio.gather(*(each.usage() for each in running))
                 if any(each is None or each.under_way for each in used):
                     return False
@@ -278,7 +280,7 @@ class ManagedInstance:
                 self.on_state_changed()
 
     async def usage(self) -> dict[str, Usage | None]:
-        """The calls of each running worker by its incarnation, None of one that does not answer."""
+        """Return the calls of each running worker by incarnation; None if it does not answer."""
         running = {each.incarnation or "": each for each in self._serving if each.state is State.RUNNING}
         found = await asyncio.gather(*(each.usage() for each in running.values()))
         return dict(zip(running, found, strict=True))
@@ -286,7 +288,8 @@ class ManagedInstance:
     async def accept(self, command: Command, *, keep_wanted: bool = False) -> None:
         """Pass the command to every replica; `settle` waits until it is carried out.
 
-        `spec.wanted_running` follows, unless `keep_wanted`. An update that is not committed yet is rolled back, except
+        It also sets `spec.wanted_running`, unless `keep_wanted`. An uncommitted update is rolled back, except by a
+        start.
         by a start.
 
         Raises:
@@ -295,7 +298,7 @@ class ManagedInstance:
         async with self._one_command:
             if self._is_closing and command in (Command.START, Command.RESTART):
                 raise Unavailable("the daemon is ending")
-            self._is_deleted |= command is Command.DELETE  # no update begins from here on
+            self._is_deleted |= command is Command.DELETE  # no update begins after this
             if command in (Command.STOP, Command.RESTART, Command.DELETE):
                 await self._cancel_update()
             asked = self._workers if command is Command.DELETE else self._serving
@@ -304,24 +307,24 @@ class ManagedInstance:
             refusals = [answer for answer in answers if isinstance(answer, BaseException)]
             may_be_refused = command is Command.DELETE or (is_unloaded and command is Command.STOP)
             if len(refusals) == len(answers) and not may_be_refused:
-                raise refusals[0]  # a deletion is refused by supervisors that have ended already
+                raise refusals[0]  # supervisors that have ended refuse a deletion
             if not keep_wanted:
                 self.spec = replace(self.spec, wanted_running=any(each.is_wanted for each in self._serving))
             if is_unloaded:
                 self.on_state_changed()
 
     async def settle(self) -> InstanceView:
-        """The view, as soon as no process is ending."""
+        """Return the view as soon as no process is ending."""
         await asyncio.gather(*(each.settle() for each in (*self._serving, *self._with_role("leaving"))))
         return self.view()
 
     @property
     def alive(self) -> Counter[str]:
-        """The workers that exist or are being started, by host; a fleet of one host has the name ""."""
+        """Count the workers that exist or are being started, by host; a fleet of one host has the name ""."""
         return Counter(each.host for each in self.workers if each.state in (State.STARTING, State.RUNNING))
 
     def set_threads(self, share: Callable[[str], CpuThreads]) -> None:
-        """Set the CPU threads of each worker: exactly the key `threads`, else the fair share of its host."""
+        """Set the CPU threads of each worker: the key `threads` exactly, else the fair share of its host."""
         for each in self.workers:
             fixed = each.spec.threads
             each.set_threads(CpuThreads(fixed, fixed) if fixed else share(each.host))
@@ -332,10 +335,10 @@ class ManagedInstance:
 
     @property
     def problems(self) -> Iterator[str]:
-        """Sentences for an operator."""
+        """Yield sentences about problems, for an operator."""
         if (kept := self.resting) is not None and kept.state is not State.FAILED:
             return
-        is_a_callers = self.spec.by_call and self.retry_s is None  # such as an id that no model has
+        is_a_callers = self.spec.by_call and self.retry_s is None  # such as an unknown model id
         if self.state is State.FAILED and self.spec.wanted_running and not is_a_callers:
             yield f"{self.spec.name}: failed: {self.view().reason}"
         running = [each.number for each in self._serving if each.state is State.RUNNING]
@@ -345,13 +348,13 @@ class ManagedInstance:
         yield from (each.worker_alarm for each in self._serving if each.worker_alarm is not None)
 
     def mark_failed(self, reason: str) -> None:
-        """Before `begin`: the instance cannot be started as it is."""
+        """Mark the instance as one that cannot be started as it is; call this before `begin`."""
         for each in self._serving:
             each.mark_failed(reason)
         self._publish()
 
     def close(self) -> list[asyncio.Task[None]]:
-        """Cancel supervision, which leaves the workers running; the result is the cancelled tasks."""
+        """Cancel supervision, leaving the workers running; return the cancelled tasks."""
         tasks = [*self._tasks.values()]
         if self._recycling is not None and not self._recycling.done():
             tasks.append(self._recycling)
@@ -371,7 +374,7 @@ class ManagedInstance:
     # Updates
 
     async def update(self, changes: Mapping[str, Any], *, recreate: bool = False, restart: bool = False) -> None:
-        """Begin a rolling update; one that needs no new worker is over when this returns.
+        """Begin a rolling update; an update that needs no new worker is finished when this returns.
 
         Args:
             changes: Fields of the spec; None resets one to its default.
@@ -402,17 +405,17 @@ class ManagedInstance:
 
     @property
     def retry_s(self) -> float | None:
-        """Seconds until a failed instance is restarted; None: no automatic restart."""
+        """Seconds until a failed instance is restarted; None: it is not restarted automatically."""
         return min((each.retry_s for each in self._serving if each.retry_s is not None), default=None)
 
     @property
     def failure_code(self) -> int | None:
-        """The code of `errors.Code` that a failed worker reported."""
+        """The `errors.Code` number that a failed worker reported."""
         return next((each.failure_code for each in self._serving if each.has_failed), None)
 
     @property
     def planned_workers(self) -> int:
-        """The present workers, or those that the spec or the update under way will start."""
+        """The number of present workers, or of those that the spec or the present update will start."""
         spec = self._updated_spec if self.is_updating else self.spec
         return max(len(self._workers), self._context.planner.replicas(spec))
 
@@ -438,7 +441,7 @@ class ManagedInstance:
         Raises:
             StateNotSaved: the last one was rolled back, because the disk refused.
             UpdateFailed: the last one failed and was rolled back.
-            Unavailable: the daemon ended before it was over; the next one continues it.
+            Unavailable: the daemon ended before the update was over; the next daemon continues it.
         """
         if self._update_task is not None:
             await asyncio.wait({self._update_task})
@@ -456,7 +459,7 @@ class ManagedInstance:
         state, reason = "failed", _GIVEN_UP
         self._failed_start = None
         try:
-            await steps()  # made here: a task that is cancelled before it began would leave a coroutine unawaited
+            await steps()  # called here: cancelling the task before it begins would leave a coroutine unawaited
             state, reason = "done", ""
         except TeimgrError as error:
             reason = error.message
@@ -465,7 +468,7 @@ class ManagedInstance:
             self._incident = Incident(event="update_failed", reason=reason, at=now_rfc3339(), crash_report=report)
         finally:
             assert self._update is not None
-            if self._is_closing and self._update.changes and reason == _GIVEN_UP:  # it is in the state file
+            if self._is_closing and self._update.changes and reason == _GIVEN_UP:  # its record is in the state file
                 reason = _CONTINUED
             self._update = replace(self._update, state=state, reason=reason or None, finished_at=now_rfc3339())
             facts = {"instance": self.spec.name, "state": state, "changes": self._update.changes, "reason": reason}
@@ -491,7 +494,7 @@ class ManagedInstance:
         await self._switch(new, leaving=old)
 
     async def _scale(self, spec: InstanceSpec) -> None:
-        """Keep the workers, as far as the number of replicas allows; start or end the difference."""
+        """Keep as many workers as the number of replicas allows; start or end the difference."""
         present, count = self._serving, self._context.planner.replicas(spec)
         new: list[Supervisor] = []
         if count > len(present):
@@ -509,9 +512,9 @@ class ManagedInstance:
         outgoing: Iterable[Supervisor] = (),
         destination: Place | None = None,
     ) -> list[Supervisor]:
-        """Start replicas, wait until all run, commit the spec; roll back on failure.
+        """Start replicas, wait until all run, and commit the spec; roll back on failure.
 
-        They are placed beside the serving ones, but for those that are `outgoing`; at `destination`, if it is given.
+        They are placed in addition to the serving ones, except those that are `outgoing`; at `destination`, if given.
 
         Raises:
             UpdateFailed: one of them failed.
@@ -530,7 +533,7 @@ class ManagedInstance:
                 await self._all_running(new)
             await self._commit(spec)
         except BaseException:
-            self._is_past_cancelling = True  # a cancelled rollback would leave a new worker
+            self._is_past_cancelling = True  # cancelling a rollback would leave a new worker
             self.spec = before
             await self._send(new, Command.DELETE)
             if tasks := [self._tasks[each] for each in new if each in self._tasks]:
@@ -560,7 +563,7 @@ class ManagedInstance:
         self.spec = spec
 
     async def _switch(self, joining: Iterable[Supervisor], leaving: Iterable[Supervisor]) -> None:
-        """Publish the new workers in place of those that leave, then end these; return when no call comes to them."""
+        """Publish the new workers in place of the leaving ones, then end these; return when no call reaches them."""
         leaving = list(leaving)
         for each in joining:
             each.join()
@@ -574,24 +577,24 @@ class ManagedInstance:
 
     async def _send(self, workers: Iterable[Supervisor], command: Command) -> None:
         for each in workers:
-            with suppress(TeimgrError):  # refused where the replica is in the desired state already
+            with suppress(TeimgrError):  # refused if the replica is in the desired state already
                 await self._order(each, command)
 
     async def _order(self, replica: Supervisor, command: Command) -> None:
-        """Pass a command to a replica; with its first one begins the task of one that has rested from the start."""
+        """Pass a command to a replica; the first one also starts the task of a replica that has none yet."""
         if replica not in self._tasks and not replica.is_closed:
             self._supervise(replica, None)
         await replica.accept(command)
 
     async def _cancel_update(self) -> None:
-        """Roll back the update under way, or wait for its end if it is committed or fails already."""
+        """Roll back the present update, or wait for its end if it is committed or already failing."""
         if self._update_task is not None and not self._update_task.done():
             if not self._is_past_cancelling:
                 self._update_task.cancel()
             await asyncio.wait({self._update_task})
 
     async def give_up_update(self, limit_s: float) -> None:
-        """When the daemon ends and its workers go on: roll back an uncommitted update, within the limit."""
+        """Roll back an uncommitted update within the limit; called when the daemon ends and its workers stay."""
         if self.is_updating:
             await asyncio.wait({asyncio.create_task(self._cancel_update())}, timeout=limit_s)
 
@@ -640,20 +643,20 @@ class ManagedInstance:
         self._context.records.wake(self.spec.name)
 
     def on_crash(self, supervisor: Supervisor, incident: Incident) -> None:
-        if supervisor.role == "joining":  # not routed to yet: the update has failed
+        if supervisor.role == "joining":  # not in the routes yet: the update has failed
             self._failed_start = incident
         else:
             self._incident = incident
 
     def on_incident(self, incident: Incident) -> None:
-        """Record what happened to the instance, without a change of its state."""
+        """Record an incident of the instance that does not change its state."""
         self._incident = incident
         self._context.records.changed(self)
 
     # Memory
 
     def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
-        """Replace a replica that stays above `max_rss_mib`, unless an update is under way."""
+        """Replace a replica that stays above `max_rss_mib`, unless an update is in progress."""
         limit_mib = supervisor.spec.max_rss_mib
         if limit_mib is None:
             self._memory = None
@@ -664,16 +667,16 @@ class ManagedInstance:
         verdict = self._memory.read(number, resident_bytes, limit_mib, now, fresh=fresh)
         if verdict is Verdict.TOO_LARGE:
             self._on_over_memory(self._memory.problems([number])[0])
-        elif verdict is Verdict.REPLACE and not self._one_command.locked():  # else with the next reading
+        elif verdict is Verdict.REPLACE and not self._one_command.locked():  # else at the next reading
             recycling = self._recycle(supervisor, self._memory, resident_bytes)
             self._recycling = asyncio.create_task(recycling, name=f"recycling of {self.spec.name}")
 
     def on_overrun(self, supervisor: Supervisor, overrun: Overrun) -> None:
-        """Record that a worker takes more than was reserved; its reservation has been raised."""
+        """Record that a worker takes more memory than was reserved; its reservation has been raised."""
         reserved, takes = overrun.reserved_bytes, overrun.measured_bytes
         facts = {"instance": self.spec.name, "replica": supervisor.number}
         is_notable = takes - reserved > _NOTABLE_BYTES
-        level = logging.WARNING if is_notable else logging.DEBUG  # each reading of some that grow by a few KiB is one
+        level = logging.WARNING if is_notable else logging.DEBUG  # some grow a few KiB per reading
         log.log(level, "memory reserved: %d MiB, taken: %d MiB", reserved >> 20, takes >> 20, extra=facts)
         if is_notable:
             reason = f"replica {supervisor.number} takes {mib(takes)}, more than the {mib(reserved)} reserved"
@@ -690,7 +693,7 @@ class ManagedInstance:
         self._context.records.metrics.count(catalogue.MEMORY_REPLACEMENTS, self.spec.name)
 
     async def move_off(self, host: str, was_removed: bool) -> bool:
-        """`leave_host`, and if the host `was_removed` `abandon_host` for what no other host takes; False then."""
+        """Call `leave_host`, and for a host that `was_removed` also `abandon_host` for the rest; return False then."""
         try:
             await self.leave_host(host)
         except TeimgrError as error:
@@ -702,10 +705,10 @@ class ManagedInstance:
         return True
 
     async def leave_host(self, host: str) -> None:
-        """Replace each running replica on `host` by one elsewhere, one after the other, by the steps of an update.
+        """Replace the running replicas on `host` by replicas elsewhere, one by one, by the steps of an update.
 
         Raises:
-            UpdateFailed: no other host takes one, or it failed to start; the old one serves on.
+            UpdateFailed: no other host takes a replica, or it failed to start; the old one keeps serving.
         """
         await self._replace_each(lambda worker: worker.host == host)
 
@@ -713,7 +716,7 @@ class ManagedInstance:
         """Replace each of these workers, one after the other, by the steps of an update.
 
         Raises:
-            UpdateFailed: one failed to start; the old one serves on, as do those after it.
+            UpdateFailed: a new worker failed to start; the old one keeps serving, as do those after it.
         """
         await self._replace_each(lambda worker: worker.incarnation in incarnations)
 
@@ -737,12 +740,12 @@ class ManagedInstance:
             await self._send(there, Command.RESTART)
 
     async def move(self, replica: int, destination: Place) -> None:
-        """Replace a running replica by one at `destination`, by the steps of an update; returns when that is done.
+        """Replace a running replica by one at `destination`, by the steps of an update; return when that is done.
 
         Raises:
-            NotRunning: it does not run, or not any more.
-            UpdateInProgress: an update is under way.
-            UpdateFailed: the new one did not start; the old one serves on.
+            NotRunning: it does not run, or no longer.
+            UpdateInProgress: another update is in progress.
+            UpdateFailed: the new replica did not start; the old one keeps serving.
         """
         async with self._one_command:
             old = next((each for each in self._serving if each.number == replica), None)
@@ -757,7 +760,7 @@ class ManagedInstance:
         new = await self._join(self.spec, (old.number,), (old,), destination)
         self._past_restarts += old.restarts + 1
         await self._switch(new, leaving=(old,))
-        self._workers.sort(key=lambda each: each.number)  # a scaling ends the last
+        self._workers.sort(key=lambda each: each.number)  # scaling down ends the last ones
 
     def _on_over_memory(self, reason: str) -> None:
         log.warning("over memory: %s", reason, extra={"instance": self.spec.name})

@@ -4,8 +4,8 @@
 come out, which the supervisor carries out. It is independent of other replicas.
 
 `TRANSITION_TABLE` is parsed into `TRANSITIONS`. A command at `refused` raises; an observation at `-` concerns a worker
-that has ended, and changes nothing. What the data plane sees follows from phase and health (`is_routable`), so no
-effect exists for it.
+that has ended, and changes nothing. What the data plane sees follows from phase and health (`is_routable`), so it needs
+no effect.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ from teimgr.control.launch.process_handle import Exit
 from teimgr.errors import Code
 from teimgr.spec import State
 
-# Failures of which a cause outside of the model ends on its own or by someone else: a full device, a full disk.
+# Failures with an external cause that may pass or be removed: a full device, a full disk.
 _MAY_PASS = (Code.OUT_OF_DEVICE_MEMORY, Code.STORAGE_FULL, Code.KILLED_FOR_MEMORY)
 SIGNALS = {number.value: number.name for number in signal.Signals}
 
 
 class Command(Enum):
-    """What users and the manager order; the value is the name of its row in the table."""
+    """Orders from users and the manager; the value is the name of its row in the table."""
 
     START = "Start"
     ADOPT = "Adopt"  # take over the live worker of an earlier daemon
     STOP = "Stop"
     RESTART = "Restart"  # replace the worker
     DELETE = "Delete"  # end the worker for good
-    RETIRE = "Retire"  # end the worker for good, as others serve in its place
+    RETIRE = "Retire"  # end the worker for good, since others serve in its place
 
 
-# Observations: from the worker and the clock.
+# Observations, from the worker and the clock.
 
 
 @dataclass(frozen=True, slots=True)
 class FailureCause:
-    """Why a worker failed. `permanent`: every new worker would fail in the same way.
+    """The cause of a worker's failure. `permanent`: every new worker would fail in the same way.
 
-    `may_pass`: so would one that is started at once, but not for ever (a full device, a slow disk): the replica has
-    failed, and is tried again after a pause of `LATER`. `code` is that of `errors.Code` that the worker reported.
+    `may_pass`: a worker started at once would fail in the same way, but not for ever (a full device, a slow disk): the
+    replica is failed, and is tried again after a pause of `LATER`. `code` is the `errors.Code` that the worker
+    reported.
     """
 
     message: str
@@ -54,13 +55,13 @@ class FailureCause:
 
     @classmethod
     def reported(cls, message: str, code: int | None, permanent: bool) -> FailureCause:
-        """A failure that a worker reported, with the number of its `errors.Code`."""
+        """Make the cause of a failure that a worker reported, with the number of its `errors.Code`."""
         return cls(message, permanent, may_pass=code in _MAY_PASS, code=code)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadBegan:
-    """The worker has its load slot and is being launched: the time of the start begins."""
+    """The worker has its load slot and is being launched: its time to start begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDownloading:
-    """The worker's download makes progress; the time does not count against the start."""
+    """The worker's download progresses; its time does not count towards the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,8 @@ class ProbeOk:
 class ProbeFailed:
     """A health probe failed.
 
-    `missed`: without an answer, as of a worker that hangs or of a machine that is loaded. `works`: without an answer of
-    the event loop, while the threads of the process ran or waited for a processor.
+    `missed`: there was no answer, since the worker hangs or the machine is overloaded. `works`: the event loop did not
+    answer, while the threads of the process ran or waited for a processor.
     """
 
     reason: str
@@ -113,7 +114,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; `wake_at` may be over."""
+    """Time has passed; `wake_at` may be reached."""
 
 
 Observation = (
@@ -123,17 +124,18 @@ Event = Command | Observation
 
 
 class Effect(Enum):
-    """What the supervisor has to do."""
+    """An action that the supervisor has to carry out."""
 
     LAUNCH = auto()  # start a worker
     TERMINATE = auto()  # let the worker finish its calls, within the grace, then end it
-    HAND_OVER = auto()  # as TERMINATE, after it has served routers that do not have its successor yet
+    HAND_OVER = auto()  # like TERMINATE, after serving routers that do not have its successor yet
     KILL = auto()  # end the worker without grace
     END = auto()  # end the supervisor: it has no process and will start none
 
 
 def explain(exit: Exit, process: str = "worker") -> FailureCause:
-    """Why a process exited on its own: its own report, else the exit status and the last line of its log."""
+    """Explain why a process exited on its own: by its own report, else by the exit status and the last line of its
+    log."""
     if exit.report is not None:
         return FailureCause.reported(exit.report.message, exit.report.code, exit.report.permanent)
     if exit.status is None:
@@ -165,20 +167,20 @@ Tick              STOPPED   STARTING          RUNNING            REPLACING      
 """  # noqa: E501  a table is read by its columns
 
 FAILED_EXIT_LIMIT_S = 5.0
-"""How long a worker may take to exit after it reported a failure."""
+"""The time in which a worker has to exit after it reported a failure."""
 
 WORKING_LIMIT_S = 60.0
-"""How long a worker may give no answer while its threads work. Without work, three missed probes end it."""
+"""The time in which a worker may give no answer while its threads work. Otherwise three missed probes end it."""
 
 
 ALARMING_FAILURES = 5
-"""So many failures in a row are an alarm."""
+"""The number of consecutive failures that raise an alarm."""
 
 
 class Phase(Enum):
     """The phase of a replica; finer than the state in REST."""
 
-    STOPPED = auto()  # no process, none wanted
+    STOPPED = auto()  # no process, and none should run
     STARTING = auto()  # a process that is not ready yet
     RUNNING = auto()  # a process that serves
     REPLACING = auto()  # a process that is ending; another one follows
@@ -188,7 +190,7 @@ class Phase(Enum):
 
     @property
     def state(self) -> State:
-        """What users see of it: as long as a process that serves is to come, it is starting."""
+        """The state that users see: STARTING as long as a process that will serve is expected."""
         return _STATES[self]
 
 
@@ -204,18 +206,18 @@ _STATES = {
 
 
 class WorkerHealth(Enum):
-    """What the last probes of a running worker showed."""
+    """The result of the last probes of a running worker."""
 
     GOOD = auto()
     DOUBTFUL = auto()  # one probe was missed, or several while its threads work
-    BAD = auto()  # several in a row were, or the worker answered that its self-test failed
+    BAD = auto()  # several probes in a row were missed, or the self-test failed
 
 
 def is_routable(health: WorkerHealth, all_health: Iterable[WorkerHealth]) -> bool:
     """True if a worker gets calls; `all_health` is that of all running workers of its instance, itself included.
 
-    At its first missed probe it leaves the routes to healthy ones. Without any it stays: one late
-    answer on a loaded machine is more likely than a worker that hangs, and without routes every call fails.
+    A worker leaves the routes at its first missed probe if healthy ones remain. Otherwise it stays: one late answer on
+    a loaded machine is more likely than a hanging worker, and without routes every call fails.
     """
     return health is WorkerHealth.GOOD or (health is WorkerHealth.DOUBTFUL and WorkerHealth.GOOD not in all_health)
 
@@ -233,7 +235,8 @@ class Backoff:
     stable_after_s: float = 30.0
 
     def delay_s(self, failures: int, jitter: float = 0.0) -> float:
-        """The pause after `failures` failures in a row (>= 1), shortened by up to a half for a jitter in [0, 1)."""
+        """Return the pause after `failures` (>= 1) consecutive failures, shortened by up to a half for a jitter in
+        [0, 1)."""
         return min(self.max_s, self.first_s * 2.0 ** min(failures - 1, 40)) * (1 - jitter / 2)
 
 
@@ -243,9 +246,9 @@ LATER = Backoff(first_s=30.0, max_s=600.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When a process is restarted. `max_probe_failures` 0: a failed probe never leads to a restart.
+    """Rules for restarts. With `max_probe_failures` 0 failed probes never lead to a restart.
 
-    `process` is what reasons call it. `failed_exit_limit_s` is its time to exit when it failed before it was ready.
+    `process` is its name in reasons. `failed_exit_limit_s` is its time to exit after it failed before it was ready.
     """
 
     process: str = "worker"
@@ -257,11 +260,11 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaState:
-    """One replica's state. Times are those of the clock that is passed to `step`.
+    """One replica's state. Times are on the clock that is passed to `step`.
 
     `wake_at` is when a Tick is due. `failure` is the reason to end the present worker. `reason` is shown to users: why
-    there is no running worker, or why there was a restart. `streak` counts failures without a stable run in between,
-    `failing_since` is the time of the first of them, and `last_failure` the cause of the last, `last_code` its code.
+    there is no running worker, or why it was restarted. `streak` counts failures without a stable run in between,
+    `failing_since` is the time of the first of them, `last_failure` the cause of the last, and `last_code` its code.
     """
 
     policy: RestartPolicy
@@ -282,7 +285,8 @@ class ReplicaState:
 
     @classmethod
     def failed(cls, policy: RestartPolicy, reason: str) -> ReplicaState:
-        """A replica that cannot be started as it is; a user may start it once the cause is removed."""
+        """Make the state of a replica that cannot be started as it is; a user may start it once the cause is
+        removed."""
         return cls(policy=policy, phase=Phase.FAILED, reason=reason)
 
     @property
@@ -295,7 +299,7 @@ class ReplicaState:
 
     @property
     def attempt(self) -> int | None:
-        """The number of the present start, or of the next one; None unless one before it failed."""
+        """The number of the present or next start; None if no start failed before it."""
         is_tried = self.phase is not Phase.FAILED or self.wake_at is not None
         starts = self.phase in (Phase.STARTING, Phase.WAITING, Phase.FAILED) and is_tried
         return self.streak + 1 if starts and self.streak else None
@@ -306,9 +310,9 @@ class ReplicaState:
         return max(0.0, self.wake_at - now) if waits and self.wake_at is not None else None
 
     def is_failing(self, now: float) -> bool:
-        """True if it starts again and again: `ALARMING_FAILURES` in a row, or failures for a whole start timeout.
+        """True if it keeps restarting: `ALARMING_FAILURES` in a row, or failures for a whole start timeout.
 
-        It is not in the state FAILED, which is an alarm of another kind.
+        This excludes the state FAILED, which is an alarm of another kind.
         """
         if not self.streak or self.phase not in (Phase.STARTING, Phase.RUNNING, Phase.REPLACING, Phase.WAITING):
             return False
@@ -319,7 +323,7 @@ class ReplicaState:
         return self.streak >= ALARMING_FAILURES or now - since >= self.policy.startup_timeout_s
 
     def step(self, event: Event, now: float) -> tuple[ReplicaState, list[Effect]]:
-        """The state after `event`, and the effects to carry out.
+        """Return the state after `event`, and the effects to carry out.
 
         Raises:
             CommandRefused: the command is not allowed in this phase.
@@ -371,7 +375,7 @@ class ReplicaState:
         return loading._without_probe_failures()
 
     def _launch(self, now: float, *, again: bool) -> tuple[ReplicaState, list[Effect]]:
-        queued = replace(self._loading(now), wake_at=None)  # for its load slot, without a limit
+        queued = replace(self._loading(now), wake_at=None)  # waits for its load slot without a limit
         return replace(queued, restarts=self.restarts + again), [Effect.LAUNCH]
 
     def _start(self, now: float) -> tuple[ReplicaState, list[Effect]]:
@@ -432,7 +436,7 @@ class ReplicaState:
             return self, []
         if works and self.policy.max_probe_failures:
             since = now if self.working_since is None else self.working_since
-            if now - since < WORKING_LIMIT_S:  # a heavy call, or a loaded machine: it does not count
+            if now - since < WORKING_LIMIT_S:  # a heavy call, or a loaded machine: the probe does not count
                 health = WorkerHealth.DOUBTFUL if self.health is WorkerHealth.GOOD else self.health
                 return replace(self, working_since=since, health=health), []
             failure = FailureCause(f"busy without an answer for {WORKING_LIMIT_S:g} s: {reason}")
@@ -442,7 +446,7 @@ class ReplicaState:
         if not 0 < self.policy.max_probe_failures <= state.probe_failures:
             return state, []
         failure = FailureCause(f"{state.probe_failures} health probes in a row failed: {reason}")
-        # No grace: a worker that does not answer probes will not finish calls either.
+        # No grace: a worker that does not answer probes will not finish its calls either.
         return replace(state, phase=Phase.REPLACING, failure=failure, reason=failure.message), [Effect.KILL]
 
     def _exited(self, exit: Exit, jitter: float, now: float) -> tuple[ReplicaState, list[Effect]]:
@@ -462,7 +466,7 @@ class ReplicaState:
         return ended._wait(jitter, now), []
 
     def _was_stable(self, now: float) -> bool:
-        """True if it has served for so long that its end has nothing to do with earlier failures."""
+        """True if it has served so long that its end is unrelated to earlier failures."""
         return self.ready_at is not None and now - self.ready_at >= self.policy.backoff.stable_after_s
 
     def _wait(self, jitter: float, now: float) -> ReplicaState:
@@ -488,7 +492,7 @@ def _row_name(event: Event) -> str:
 
 
 def _parse_table() -> dict[str, dict[Phase, frozenset[Phase]]]:
-    """Row name → phase before → phases after; the empty set for `refused` and `-`."""
+    """Return row name → phase before → phases after; the empty set for `refused` and `-`."""
     header, *rows = (line.split() for line in TRANSITION_TABLE.strip().splitlines())
     columns = [Phase[name] for name in header]
     table = {name: dict(zip(columns, map(_read_cell, cells), strict=True)) for name, *cells in rows}

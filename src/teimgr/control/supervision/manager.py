@@ -73,29 +73,30 @@ from teimgr.wire.routing.directory import Directory
 log = logging.getLogger(__name__)
 
 _NAME_CHARS = 64
-# When a call that found no place for its model may come again.
+# Retry time of a call that found no place for its model.
 _PLACE_S = 10.0
-# Failures whose code the caller gets who has named the model, as for an unknown name.
+# Failures whose error code is passed to the caller that named the model, like that of an unknown name.
 _NOT_TO_BE_HAD = (Code.MODEL_NOT_FOUND, Code.MODEL_GATED)
-# Deleted instances that metrics still have series of.
+# The most deleted instances that still have series in the metrics.
 _DELETED_KEPT = 1000
 ADOPTION_LIMIT_S = 2.0
-"""How long the start waits for workers of an earlier daemon; adoption of those that answer later goes on."""
-# How long a name stays taken for the disk of its log.
+"""How long the start waits for workers of an earlier daemon; later answers are still adopted."""
+# How long a name stays taken while the disk works on its log.
 _LOG_LIMIT_S = 10.0
-# At the end of the daemon, for what it does beside its instances: the last writes of updates, crash reports.
+# Time limit at the end of the daemon for the last writes of updates and for crash reports.
 _BACKGROUND_LIMIT_S = 5.0
 
 
 class Manager:
-    """Owns the instances: `restore` and `boot` bring back those of the state file, REST calls the other methods.
+    """Owns the instances: `restore` and `boot` bring back those of the state file; REST calls the other methods.
 
-    A check and the decision that rests on it happen without an await in between, so that two calls cannot both get the
-    last port. Commands on one name take turns until they are accepted, a deletion until its processes are gone, and
-    each is carried out even if its caller leaves. So a name has one instance, whose supervisors end with it.
+    No await separates a check from the decision that rests on it, so that two calls cannot both get the last
+    port. Commands on one name take turns until they are accepted, deletions until the processes are gone, and each is
+    carried out even if its caller leaves. So a name has one instance, whose supervisors end with it.
 
     `booted` is set when workers of an earlier daemon are adopted, or after `ADOPTION_LIMIT_S`; commands wait for it,
-    and for late workers of the same instance. `events` get every change; `leaving` names hosts to move workers off.
+    and for late workers of the same instance. `events` get every change; `leaving` names hosts whose workers have to
+    move.
     """
 
     def __init__(
@@ -120,11 +121,11 @@ class Manager:
         self._instances: dict[str, ManagedInstance] = {}
         self._state = WantedState(store, lambda: [instance.spec for instance in self._instances.values()])
         self.is_restored = False
-        """Whether the state file and the run directory are this daemon's, and its instances listed."""
+        """True once the state file and the run directory belong to this daemon, and its instances are listed."""
         self._adopting: set[asyncio.Task[None]] = set()
-        self._of_other_code: dict[str, set[str]] = {}  # adopted workers by instance, as incarnations
+        self._of_other_code: dict[str, set[str]] = {}  # adopted workers of other code: incarnations by instance
         self._is_shutting_down = False
-        self._background: set[asyncio.Task[None]] = set()  # the ends of updates, crash reports
+        self._background: set[asyncio.Task[None]] = set()  # ends of updates, crash reports
         self._turns = CommandTurns()
         self._declaring = asyncio.Lock()
         self._tries = Tries()
@@ -136,7 +137,7 @@ class Manager:
         if leaving is not None:
             leaving.subscribe(self._leave_host)
         crash_reports = CrashReports(settings.log_dir / "crashes")
-        self._deleted: dict[str, None] = {}  # the last ones, the newest last
+        self._deleted: dict[str, None] = {}  # the last deleted ones, newest last
         self._records = FleetRecords(self._planner, events or EventLog(), metrics, crash_reports)
         self._context = SupervisorContext(
             policy=RestartPolicy(
@@ -154,23 +155,24 @@ class Manager:
     # Start and stop of the daemon
 
     async def restore(self) -> None:
-        """Read the state file and list its instances; no worker is adopted or started before `boot`.
+        """Read the state file and list its instances; workers are adopted and started by `boot`.
 
         Raises:
-            InvalidConfig: the run directory or the state file cannot be used, as by another daemon.
+            InvalidConfig: the run directory or the state file cannot be used, for instance because another daemon uses
+            it.
         """
         specs = await self._state.load(self._settings)
         await asyncio.to_thread(self._planner.memory.footprints.load)
         await self._launcher.start()
         if any(not spec.max_batch_tokens for spec in specs):
-            await self._planner.refresh()  # only then: slow drivers must not delay the listeners without need
+            await self._planner.refresh()  # only then: slow drivers must not delay the listeners needlessly
         present = Present()
         for spec in specs:
             self._restore(spec, present)
         self.is_restored = True
 
     async def boot(self) -> None:
-        """Adopt live workers and begin to start the missing ones; includes `restore` if it has not run.
+        """Adopt live workers and begin to start missing ones; runs `restore` first if it has not run.
 
         Connect muxes after `adoption_over`.
 
@@ -192,7 +194,7 @@ class Manager:
         names = {**self._instances, **alive}
         self._adopting = {asyncio.create_task(self._take_over(name, alive[name])) for name in names}
         self._sweep.begin(after=self.adoption_over)
-        if self._adopting:  # a worker that does not answer must not keep the others
+        if self._adopting:  # an unresponsive worker must not delay the others
             done, _ = await asyncio.wait(self._adopting, timeout=ADOPTION_LIMIT_S)
             for task in done:
                 task.result()
@@ -203,9 +205,9 @@ class Manager:
         await self._state.write_quietly()
 
     async def adoption_over(self) -> None:
-        """Return when each worker of an earlier daemon has answered, or has had its time to.
+        """Return when each worker of an earlier daemon has answered or has used up its time.
 
-        Muxes are connected then: until this daemon's first snapshot, they serve by the routes they have, and a worker
+        Muxes are connected after this. Until this daemon's first snapshot they use the routes they have, so a worker
         that answers late loses no call.
         """
         if self._adopting:
@@ -213,10 +215,10 @@ class Manager:
 
     async def _take_over(self, name: str, workers: Sequence[WorkerHandle]) -> None:
         """Adopt the workers of one instance, start those that are missing, end the others."""
-        instance = self._instances.get(name)  # now: one that is created during the adoption begins on its own
+        instance = self._instances.get(name)  # read now: an instance created during the adoption starts independently
         try:
             adopted = await self._launcher.adopt(workers, self._accepts) if workers else []
-        except Exception:  # the sweep ends the workers that nothing has adopted
+        except Exception:  # the sweep ends workers that were not adopted
             log.exception("workers of an earlier daemon not adopted", extra={"instance": name})
             adopted = []
         if others := {each.handle.incarnation for each in adopted if each.status.build != code_id()}:
@@ -226,9 +228,9 @@ class Manager:
             await instance.begin({each.handle.spec.replica: each for each in adopted}, start=start)
 
     async def renew_workers(self) -> None:
-        """Replace the adopted workers that run other code than this daemon, one after the other and without a gap.
+        """Replace the adopted workers that run other code than this daemon, one by one and without a gap.
 
-        One that cannot be replaced, as for lack of memory for a second one, serves on.
+        A worker that cannot be replaced, for instance for lack of memory for two, keeps serving.
         """
         await self.adoption_over()
         for name, incarnations in self._of_other_code.items():
@@ -246,7 +248,7 @@ class Manager:
     async def shutdown(self, *, within_s: float | None = None, at_once: bool = False) -> None:
         """Stop every worker in parallel; the desired state on disk stays. Also works after a failed boot.
 
-        `within_s` shortens the grace; `at_once` kills them without any, even where an earlier call allowed some.
+        `within_s` shortens the grace; `at_once` kills them without grace, even if an earlier call allowed some.
         """
         await self._begin_end()
         supervised = [instance for instance in self._instances.values() if instance.is_supervised]
@@ -257,15 +259,15 @@ class Manager:
                 instance.force_stop()
         await stopping
         await self._turns.ended(_BACKGROUND_LIMIT_S)
-        # A start that was under way may have begun to supervise an instance since.
+        # A start in progress may have begun to supervise an instance meanwhile.
         late = [each for each in self._instances.values() if each.is_supervised and each not in supervised]
         await asyncio.gather(*(self._shut_down(instance, at_once=True) for instance in late))
         await self._end_supervision(_BACKGROUND_LIMIT_S)
 
     async def release(self) -> None:
-        """End, and leave every worker running: the next daemon adopts them, and begins interrupted updates again.
+        """End, and leave every worker running: the next daemon adopts them, and resumes interrupted updates.
 
-        Waits for the last write of the state without a limit: a late one would replace what the next daemon writes.
+        The last write of the state has no time limit: a late one would replace what the next daemon writes.
         """
         await self._begin_end()
         await asyncio.gather(*(instance.give_up_update(_BACKGROUND_LIMIT_S) for instance in self._instances.values()))
@@ -282,10 +284,10 @@ class Manager:
             instance.accepts_no_more_starts()
 
     async def _end_supervision(self, state_limit_s: float | None) -> None:
-        """Leave the processes that there are, end what goes on in the background, release the state file."""
+        """Leave the processes running, end background work, and release the state file."""
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
             await asyncio.wait(tasks)
-        if self._background:  # before the state file is released, which they may write
+        if self._background:  # before the state file is released: they may write it
             _, late = await asyncio.wait(self._background, timeout=_BACKGROUND_LIMIT_S)
             for task in late:
                 log.error("given up at the end of the daemon", extra={"task": task.get_name()})
@@ -302,7 +304,7 @@ class Manager:
         await instance.settle()
 
     def _restore(self, spec: InstanceSpec, present: Present) -> None:
-        """List an instance of the state file beside those before it; as failed, where it cannot start as it is."""
+        """List an instance of the state file after the others; as failed if it cannot start as it is."""
         try:
             spec = with_batch_tokens(spec, self._planner.inventory, self.tokens_per_gib)
             present.add(self._add(self._validator.readmit(spec, present)).spec)
@@ -336,7 +338,7 @@ class Manager:
         return await self._begin(replace(spec, created_at=now_rfc3339(), wanted_running=True))
 
     async def _completed(self, request: InstanceSpec) -> InstanceSpec:
-        """A new request, valid in itself and on the cards there are, with its batch tokens."""
+        """Return a request that is valid alone and with the present cards, completed with its batch tokens."""
         await self.booted.wait()
         await self._check(request)
         request = with_batch_tokens(request, await self._planner.refresh(), self.tokens_per_gib)
@@ -344,7 +346,8 @@ class Manager:
         return request
 
     async def _begin(self, spec: InstanceSpec) -> InstanceView:
-        """Write an admitted instance to the state file and add it; it starts unless it was stopped or awaits a call."""
+        """Write an admitted instance to the state file and add it; start it unless it was stopped or waits for a
+        call."""
         async with self._state.creating(spec):
             self._turns.require_open()
             self._records.ordered(spec.name)
@@ -354,9 +357,9 @@ class Manager:
         return instance.view()
 
     async def recreate(self, request: InstanceSpec) -> InstanceView:
-        """Delete an instance and create it with keys that no update can change; it stays where that is refused.
+        """Delete an instance and create it again with keys that no update can change; unchanged if that is refused.
 
-        What is refused after the deletion, as a port that another program has just taken, brings the old one back.
+        A refusal after the deletion, such as a port that another program has just taken, restores the old instance.
 
         Raises:
             InstanceNotFound, and what `create` does.
@@ -379,7 +382,7 @@ class Manager:
             raise
 
     async def plan(self, wanted: Sequence[InstanceSpec] | None = None) -> FleetPlan:
-        """What would happen if these instances were created or started in their order; None: those that should run.
+        """Return what would happen if these instances were created or started in order; None: those that should run.
 
         Raises:
             InvalidInstanceName, ValidationError, InvalidConfig, InvalidGpuId: one of them is wrong.
@@ -390,9 +393,9 @@ class Manager:
         return await self._planning.plan(self._planning.to_start() if wanted is None else wanted)
 
     async def carry_out(self, wanted: Sequence[InstanceSpec]) -> FleetPlan:
-        """Do what `plan` says of these instances: create or start each in its order, once the one before has its place.
+        """Carry out `plan` for these instances: create or start each in order, once the one before has its place.
 
-        The result is what happened; an instance of which a worker waits for others' calls is not waited for.
+        Return what happened; an instance with a worker that waits for others' calls is not waited for.
 
         Raises:
             What `create` and `start` do; the instances before it stay.
@@ -420,9 +423,9 @@ class Manager:
         return self._planning.happened(spec.name)
 
     async def rebalance(self, *, dry_run: bool = False) -> dict[str, Any]:
-        """Move workers to better places, without a gap; with `dry_run` only tell which. Both tell what stays, and why.
+        """Move workers to better places, without a gap; with `dry_run` only report. Reports what stays, and why.
 
-        A caller who leaves ends nothing: the moves go on.
+        The moves go on if the caller leaves.
         """
         await self.booted.wait()
         if dry_run:
@@ -431,7 +434,7 @@ class Manager:
         return self._rebalancer.described(await moving)
 
     def plan_evictions_by(self, rehearsal: Callable[[], Awaitable[Rehearsal]]) -> None:
-        """Have plans list what is evicted, by a rehearsal of the policy that evicts."""
+        """Let plans list evictions, by a rehearsal of the policy that evicts."""
         self._planning.rehearse_by(rehearsal)
 
     async def update(
@@ -439,7 +442,7 @@ class Manager:
     ) -> InstanceView:
         """Begin to change fields of the spec, without a gap in service; None resets a field to its default.
 
-        Where the change matters to workers, new ones start beside the old ones and take over when all are ready; with
+        If the change matters to workers, new ones start beside the old ones and take over when all are ready; with
         `recreate` the old ones end first. If a new one fails, everything is rolled back, and the view's `update` has
         the reason. With `wait` this returns when the update is over.
 
@@ -460,15 +463,15 @@ class Manager:
     async def _update(
         self, instance: ManagedInstance, given: Mapping[str, Any], recreate: bool
     ) -> asyncio.Task[None] | None:
-        """Begin an update. The result, for one that starts workers, ends when its end is written."""
+        """Begin an update. For one that starts workers, return a task that ends when the end is written."""
         if self._state.is_refused:
-            await self._state.write()  # before workers are started for a change that could not be kept
+            await self._state.write()  # before workers start for a change that could not be saved
         await self._check(with_changes(instance.spec, given))
         await self._planner.refresh()
         async with self._turns.of(instance.spec.name):
             self._require_present(instance)
             changes, wanted = given, with_changes(instance.spec, given)
-            self._check_keys(wanted)  # again: another update may have changed other keys meanwhile
+            self._check_keys(wanted)  # again: another update may have changed other keys
             place(wanted, self._planner.inventory)
             if not wanted.max_batch_tokens:
                 chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
@@ -505,11 +508,11 @@ class Manager:
     async def _until_updated(self, instance: ManagedInstance, record: str) -> None:
         with suppress(TeimgrError):
             await instance.update_finished()
-        if not self._is_shutting_down:  # else the next daemon goes on with it
+        if not self._is_shutting_down:  # else the next daemon continues it
             await self._state.end_update(instance.spec.name, record)
 
     async def _resume_update(self, name: str, instance: ManagedInstance | None) -> None:
-        """Begin again an update that an earlier daemon's end interrupted; given up where that happened too often."""
+        """Resume an update that was interrupted by a daemon's end; give up if that happened too often."""
         try:
             async with self._state.resuming(name) as (changes, recreate):
                 log.info("an update is begun again", extra={"instance": name, "changes": sorted(changes)})
@@ -554,19 +557,20 @@ class Manager:
     async def declare(
         self, model_id: str, key: str = "", value: Callable[[str], float | None] = lambda name: None
     ) -> str | None:
-        """The name of an instance of a model, created for the calls of `key` if missing; None: not allowed.
+        """Return the name of a model's instance, created for the calls of `key` if missing; None: not allowed.
 
-        `value` are the recent calls a second of an instance, None if it may not go now.
+        `value` returns the recent calls per second of an instance, None if it may not be unloaded now.
 
         Raises:
-            Overloaded: calls have had too many made, and none may go now; or too many of the key were not loaded.
+            Overloaded: calls have created too many instances and none can go now, or too many of the key are not
+            loaded.
             TeimgrError: as `create`.
         """
         if not allows(self._settings.on_demand.models, model_id):
             return None
         if (found := self._name_of(model_id)) is not None:
             return found
-        declaring = self._declare_in_turn(model_id, key, value)  # a caller who leaves must not let the next one in
+        declaring = self._declare_in_turn(model_id, key, value)  # a caller that leaves must not let the next one in
         return await self._turns.carry_out(declaring, f"instance of {model_id}")
 
     async def _declare_in_turn(self, model_id: str, key: str, value: Callable[[str], float | None]) -> str:
@@ -602,19 +606,19 @@ class Manager:
         self._tries.begin(model_id, key, now)
         try:
             await self.create(spec)
-        except InvalidConfig as error:  # its files are on this host, and are not of a model that is served
+        except InvalidConfig as error:  # its files are on this host, but the model is not supported
             self._tries.refuse(model_id, error.code, error.message, now)
             raise
         except InstanceExists:
-            if (made_meanwhile := self._name_of(model_id)) is None:  # the name is another model's since
+            if (made_meanwhile := self._name_of(model_id)) is None:  # another model has taken the name meanwhile
                 raise
             return made_meanwhile
-        except (MaxInstancesReached, PortAllocationFailed) as error:  # an inference caller may try again
+        except (MaxInstancesReached, PortAllocationFailed) as error:  # a caller of inference may retry
             raise Overloaded(error.message, _PLACE_S) from error
         return spec.name
 
     def _limit_of_calls(self) -> int:
-        """How many instances calls may have made beside those that there are."""
+        """Return how many further instances calls may create."""
         settings, others = self._settings, [each.spec for each in self._instances.values() if not each.spec.by_call]
         ports = range(settings.instance_port_start, settings.instance_port_end)
         left = left_for_calls(len(ports), sum(spec.port in ports for spec in others))
@@ -623,13 +627,13 @@ class Manager:
         return max(0, min(left, settings.on_demand.max_instances))
 
     async def _give_place(self, found: Grant, model_id: str) -> bool:
-        """Delete the first instance that can go for one of another model; False where none can."""
+        """Delete the first instance that can go for one of another model; False if none can."""
         for each in found.instead:
             with suppress(TeimgrError):
                 if each.has_failed and (failed := self.failure(each.name))[1] is None:
                     now = asyncio.get_running_loop().time()
                     self._tries.refuse(self._find(each.name).spec.model_id, failed[2], failed[0], now)
-                # One that has calls by now stays; a failed one, whose name calls may have made up, has none.
+                # One that has calls by now stays; a failed one, whose name may be an invention of a caller, has none.
                 is_loaded = not each.has_failed and self.get(each.name).state is not State.UNLOADED
                 if not is_loaded or await self.unload(each.name, found.reason):
                     log.info(
@@ -641,7 +645,7 @@ class Manager:
         return False
 
     async def unload(self, name: str, reason: str = "", incident: Incident | None = None) -> bool:
-        """End the workers of an on-demand instance without calls; False where it has some, is pinned or not running.
+        """End the workers of an on-demand instance without calls; False if it has calls, is pinned or not running.
 
         Raises:
             InstanceNotFound.
@@ -657,7 +661,7 @@ class Manager:
             return await self._planning.noted(instance.spec.name, incident, unloading)
 
     async def usage(self, name: str) -> dict[str, Usage | None]:
-        """The calls that each running worker of an instance reports, by incarnation; None if it does not answer.
+        """Return the calls that each running worker reports, by incarnation; None if it does not answer.
 
         Raises:
             InstanceNotFound.
@@ -666,7 +670,7 @@ class Manager:
 
     @property
     def memory(self) -> Admission:
-        """The memory of hosts and cards, as workers hold it."""
+        """The memory of hosts and cards, and what workers hold of it."""
         return self._planner.memory
 
     def spec(self, name: str) -> InstanceSpec | None:
@@ -675,7 +679,8 @@ class Manager:
         return instance.spec if instance is not None and not instance.is_deleted else None
 
     def devices(self, name: str) -> tuple[str, ...]:
-        """The card and the host that a worker of an instance would be placed on now; none where it finds no place."""
+        """Return the card and the host where a worker of an instance would be placed now; empty if there is no
+        place."""
         with suppress(TeimgrError):
             spec = self._find(name).spec
             planned = self._planner.plan(spec, 0, self._planner.others(spec, ()))
@@ -683,20 +688,20 @@ class Manager:
         return ()
 
     def load_seconds(self, name: str) -> float | None:
-        """How long an instance's model takes to load, by earlier loads; None without one."""
+        """Return how long an instance's model takes to load, from earlier loads; None without one."""
         spec = self.spec(name)
         return None if spec is None else self.memory.footprints.load_seconds(spec)
 
     def learn_load(self, name: str, seconds: float) -> None:
-        """Keep how long a load took; no effect if the instance does not exist."""
+        """Record how long a load took; no effect if the instance does not exist."""
         if (spec := self.spec(name)) is not None:
             self.memory.footprints.learn_load(spec, seconds)
             self._tries.loaded(spec.model_id)
 
     def failure(self, name: str) -> tuple[str, float | None, Code | None]:
-        """Why an instance failed, and in how many seconds it is restarted; None: no automatic restart.
+        """Return why an instance failed, and in how many seconds it is restarted; None: not automatically.
 
-        The third value is the code of the error for calls: they have named a model that cannot be had.
+        The third value is the error code for calls that named a model that cannot be loaded.
 
         Raises:
             InstanceNotFound.
@@ -707,21 +712,21 @@ class Manager:
         return instance.view().reason or "see its log", instance.retry_s, code
 
     async def give_up(self, name: str) -> None:
-        """Delete a failed instance that calls had made, so that the next call has its model tried again."""
+        """Delete a failed instance that calls created, so that the next call tries its model again."""
         with suppress(InstanceNotFound):
             instance = self._find(name)
             if instance.spec.by_call and instance.state is State.FAILED:
                 await self._turns.carry_out(self._delete(instance), f"deletion of {name}")
 
     def note(self, name: str, incident: Incident) -> None:
-        """Record what happened to an instance, without a change of its state; no effect if it does not exist."""
+        """Record an incident of an instance without a change of its state; no effect if it does not exist."""
         if (instance := self._instances.get(name)) is not None:
             instance.on_incident(incident)
 
     async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> InstanceView:
-        """Replace the workers; returns when the old ones are gone and the new ones are starting.
+        """Replace the workers; return when the old ones have ended and the new ones are starting.
 
-        With `rolling`, as an `update` without changes, if the instance should run.
+        With `rolling`, like an `update` without changes, if the instance should run.
 
         Raises:
             InstanceNotFound.
@@ -742,14 +747,14 @@ class Manager:
             await instance.update({}, restart=True)
 
     async def delete(self, name: str, *, purge: bool = False) -> InstanceView:
-        """Stop and remove an instance; returns its last view when its processes are gone.
+        """Stop and remove an instance; return its last view when its processes have ended.
 
-        With `purge` its logs are removed; else they stay, and those of an instance that calls have made are set aside
+        With `purge` its logs are removed; else they stay, and logs of an instance that calls created are set aside
         (`set_log_aside`).
 
         Raises:
-            InstanceNotFound; with `purge` also if another call has deleted it meanwhile.
-            Internal: it is deleted, but its logs are not.
+            InstanceNotFound: also if another call deleted it meanwhile, with `purge`.
+            Internal: it is deleted, but its logs could not be removed.
         """
         instance = await self._adopted_instance(name, also_deleted=True)
         return await self._turns.carry_out(self._delete(instance, purge), f"deletion of {name}")
@@ -758,8 +763,8 @@ class Manager:
         name = instance.spec.name
         problem = None
         async with self._turns.of(name):
-            if self._instances.get(name) is not instance:  # another call has deleted it meanwhile
-                if purge:  # the logs may be another instance's by now
+            if self._instances.get(name) is not instance:  # another call deleted it meanwhile
+                if purge:  # the logs may belong to another instance by now
                     raise InstanceNotFound(name)
                 return instance.view()
             async with self._state.planning(name, lambda spec: None):
@@ -779,9 +784,9 @@ class Manager:
         return view
 
     async def _end_logs(self, name: str, work: Callable[[Path, str], None]) -> str | None:
-        """Set logs aside or remove them while the name is taken: the next worker of that name has its own log open.
+        """Set logs aside or remove them while the name is taken, since the next worker of that name opens its own log.
 
-        The result is a problem, such as a disk that is full or does not answer, for which no call is refused.
+        Return a problem, such as a full or unresponsive disk, for which no call is refused.
         """
         try:
             async with asyncio.timeout(_LOG_LIMIT_S):
@@ -791,7 +796,7 @@ class Manager:
         return None
 
     def _keep_few_series(self, deleted: str) -> None:
-        """Drop the series of an instance that was deleted long ago, as callers choose the names."""
+        """Drop the metric series of instances deleted long ago, since callers choose the names."""
         self._deleted.pop(deleted, None)
         self._deleted[deleted] = None
         if len(self._deleted) > _DELETED_KEPT:
@@ -815,11 +820,11 @@ class Manager:
             self._departures.begin(host, was_removed=was_removed)
 
     def alarms(self) -> list[str]:
-        """Those of instances; `store_alarm` has that of the state file."""
+        """The alarms of instances; `store_alarm` has that of the state file."""
         return [*(each for found in self._instances.values() for each in found.problems), *self._sweep.alarms()]
 
     async def started(self, name: str) -> InstanceView:
-        """The view of an instance once it is no longer starting, or as it is when its time to start is over.
+        """Return the view of an instance once it is no longer starting, or when its time to start has passed.
 
         Raises:
             InstanceNotFound: it does not exist, or was deleted meanwhile.
@@ -833,7 +838,7 @@ class Manager:
         return self._find(name).view()
 
     def scaled(self) -> list[InstanceView]:
-        """The instances whose replicas the load decides about."""
+        """Return the instances whose number of replicas is decided by the load."""
         return [each.view() for each in self._instances.values() if each.spec.max_replicas and not each.is_deleted]
 
     def list(self) -> list[InstanceView]:
@@ -848,11 +853,11 @@ class Manager:
         return self._find(name).view()
 
     def replicas(self, spec: InstanceSpec) -> int:
-        """The number of workers that an instance with this spec has; "per-gpu" counts the cards there are."""
+        """Return the number of workers for this spec; "per-gpu" counts the present cards."""
         return self._planner.replicas(spec)
 
     def planned_workers(self, name: str) -> int:
-        """The workers that an instance has or will have, by its spec or its update. Raises InstanceNotFound."""
+        """Return how many workers an instance has or will have, by its spec or its update. Raises InstanceNotFound."""
         return self._find(name).planned_workers
 
     @property
@@ -860,7 +865,7 @@ class Manager:
         return self._state.alarm_text
 
     def follow(self, listener: Callable[[str], None]) -> None:
-        """Call `listener` with the name of each instance that changes in its view."""
+        """Call `listener` with the name of each instance whose view changes."""
         self._records.follow(listener)
 
     async def _command(self, name: str, command: Command) -> InstanceView:
@@ -877,7 +882,7 @@ class Manager:
                 await instance.accept(command)
 
     def _require_present(self, instance: ManagedInstance) -> None:
-        """Raises InstanceNotFound: it was deleted while the command waited for its turn."""
+        """Raise InstanceNotFound if the instance was deleted while the command waited for its turn."""
         if self._instances.get(instance.spec.name) is not instance:
             raise InstanceNotFound(instance.spec.name)
 
@@ -899,7 +904,7 @@ class Manager:
         return instance
 
     async def _adopted_instance(self, name: str, *, also_deleted: bool = False) -> ManagedInstance:
-        """The instance, once its workers of an earlier daemon are adopted.
+        """Return the instance, once its workers of an earlier daemon are adopted.
 
         Raises:
             InstanceNotFound: it does not exist, or is being deleted (not with `also_deleted`).
@@ -912,7 +917,7 @@ class Manager:
         return instance
 
     def _owned(self) -> set[str]:
-        """The incarnations of the workers that supervisors have."""
+        """Return the incarnations of all supervised workers."""
         return {incarnation for instance in self._instances.values() for incarnation in instance.incarnations()}
 
     def _find(self, name: str) -> ManagedInstance:
@@ -923,7 +928,7 @@ class Manager:
 
 
 def name_of_model(model_id: str, taken: Container[str]) -> str:
-    """A valid name of an instance, from the id of its model."""
+    """Make a valid instance name from a model id."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", model_id).lstrip("._-")[:_NAME_CHARS] or "model"
     if name not in taken:
         return name

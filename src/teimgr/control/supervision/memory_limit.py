@@ -1,7 +1,7 @@
-"""The limit of workers' resident memory (`max_rss_mib`): when a replica that is above it is replaced.
+"""The limit of workers' resident memory (`max_rss_mib`): decides when a replica above it is replaced.
 
 A pure function of readings and time. A replica is replaced after `READINGS` readings in a row above the limit, and not
-again within `PAUSE_S`. One that is above it right after its start is not replaced, as the next would be as large.
+again within `PAUSE_S`. A replica above it right after its start is not replaced, since the next would be as large.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from enum import Enum, auto
 from teimgr.control.ledger.system_memory import mib
 
 READINGS = 3
-"""In a row, with the health probes: a peak of one large batch is not a leak."""
+"""Readings in a row, taken with the health probes: a peak of one large batch is not a leak."""
 PAUSE_S = 600.0
-"""Between two replacements of a replica: each costs the loading of a model, and memory for two."""
+"""Seconds between two replacements of a replica: each loads a model, and takes memory for two."""
 _MIB = 2**20
 
 
 class Verdict(Enum):
-    """What to do about a replica; without one, nothing."""
+    """The decision about a replica."""
 
     REPLACE = auto()
     TOO_LARGE = auto()  # an alarm: its model alone takes more
@@ -40,9 +40,9 @@ class MemoryLimit:
         self._replicas: dict[int, _Replica] = {}
 
     def read(self, number: int, resident_bytes: int, limit_mib: int, now: float, *, fresh: bool) -> Verdict | None:
-        """Take a reading of a replica's resident memory; `fresh`: the worker has just passed its first self-test.
+        """Judge a reading of a replica's resident memory; `fresh`: the worker has just passed its first self-test.
 
-        REPLACE is repeated with each reading until `begin_pause`, TOO_LARGE comes once for a worker.
+        REPLACE is repeated at each reading until `begin_pause`; TOO_LARGE is returned once per worker.
         """
         replica = self._replicas.setdefault(number, _Replica())
         if fresh:
@@ -58,11 +58,11 @@ class MemoryLimit:
         return Verdict.REPLACE if is_due else None
 
     def begin_pause(self, number: int, now: float) -> None:
-        """The replica is being replaced."""
+        """Note that the replica is being replaced."""
         self._replicas[number].not_before = now + PAUSE_S
 
     def problems(self, numbers: Collection[int]) -> list[str]:
-        """Sentences about those of these replicas whose model alone is too large."""
+        """Return sentences about those of these replicas whose model alone is too large."""
         found = ((number, self._replicas[number].problem) for number in numbers if number in self._replicas)
         return [
             f"replica {number} has {problem}: it is not replaced, as the next one would be as large"

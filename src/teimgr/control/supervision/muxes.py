@@ -1,4 +1,5 @@
-"""Supervision of the mux processes, by the lifecycle table of the workers: launched or adopted, fed with the routes.
+"""Supervises the mux processes by the lifecycle table of the workers: launches or adopts them, and sends them the
+routes.
 
 A mux that ends or does not answer is killed and started again, and raises an alarm until its successor answers.
 """
@@ -70,8 +71,8 @@ MUX_POLICY = RestartPolicy(
 
 @dataclass(frozen=True, slots=True)
 class MuxTimeouts:
-    """Limits in seconds: until the control link accepts, until a probe without an answer has failed; and the interval
-    of the probes."""
+    """Limits in seconds: until the control link accepts, and until a probe without an answer has failed; and the
+    interval of the probes."""
 
     connect_limit_s: float = 20.0
     answer_limit_s: float = 2.0
@@ -79,7 +80,7 @@ class MuxTimeouts:
 
 
 class MuxSupervisor(LifecycleTask):
-    """Keeps one mux process alive while `run` runs; `alarm` is what is wrong with it now.
+    """Keeps one mux process alive while `run` runs; `alarm` is its present problem.
 
     The task of each process, from launch or adoption to its exit, sends events. Each question to the mux is a probe.
     """
@@ -107,28 +108,28 @@ class MuxSupervisor(LifecycleTask):
         self._crash_reports = crash_reports
         self._tasks: asyncio.TaskGroup | None = None
         self._process: MuxHandle | None = None
-        self._left: asyncio.Future[Exit] | None = None  # done when the process may end beside its successor
-        self._grace_s = 0.0  # of a process that another one stopped
+        self._left: asyncio.Future[Exit] | None = None  # done when the process may end while its successor runs
+        self._grace_s = 0.0  # of a process that another process stopped
         self._draining: dict[asyncio.Task[Exit | None], MuxHandle] = {}
         self._forced: set[asyncio.Task[Exit | None]] = set()
         self._replacing: asyncio.Task[None] | None = None
-        self._prepared: MuxHandle | None = None  # serves already, beside the process that it follows
+        self._prepared: MuxHandle | None = None  # serves already, together with the process that it will replace
         self._stale: str | None = None  # why a mux of another version or configuration was not replaced
-        self._routes: int | None = None  # the version of the oldest that the process may use; None: it has none yet
+        self._routes: int | None = None  # version of the oldest routes that the process may use; None: it has none yet
         self._routes_changed = asyncio.Event()
         self._is_fed = False
-        self._problem: str | None = None  # by the last answer
+        self._problem: str | None = None  # from the last answer
 
     @property
     def state(self) -> str:
-        """`serving`, `starting`, or what is wrong."""
+        """`serving`, `starting`, or the problem."""
         return self.alarm or ("serving" if self._is_fed else "starting")
 
     async def adopt(self) -> bool:
         """Take over the live mux of an earlier daemon; `run` replaces one of another version or configuration.
 
         Raises:
-            Unavailable: it cannot be looked for now, as for lack of descriptors; the mux serves on.
+            Unavailable: it cannot be looked for now, for instance for lack of descriptors; the mux keeps serving.
         """
         try:
             self._process = await self.launcher.adopt()
@@ -142,7 +143,7 @@ class MuxSupervisor(LifecycleTask):
         return True
 
     async def run(self) -> None:
-        """Keep a live mux that has the latest snapshot, until cancelled."""
+        """Keep a mux alive and supplied with the latest snapshot, until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
             if self._process is not None:
                 self._step(Command.ADOPT)
@@ -166,8 +167,8 @@ class MuxSupervisor(LifecycleTask):
             await self._routes_changed.wait()
 
     async def routes_confirmed(self) -> None:
-        """Return when no mux process uses older routes than those of now: it has confirmed them, or is gone, which one
-        that does not answer is after some seconds.
+        """Return when no mux process uses older routes than the present ones: it has confirmed them or has ended. A mux
+        that does not answer is ended after some seconds.
         """
         wanted = self._directory.version
         while self._routes is not None and self._routes < wanted:
@@ -179,7 +180,7 @@ class MuxSupervisor(LifecycleTask):
         changed.set()
 
     async def stop(self, grace_s: float) -> None:
-        """Let the mux finish its calls, at most `grace_s`, then end it. Call after `run` was cancelled."""
+        """Let the mux finish its calls for at most `grace_s`, then end it. Call this after `run` was cancelled."""
         for process in (self._process, self._prepared):
             if process is not None:
                 self._drain(process, grace_s)
@@ -195,7 +196,7 @@ class MuxSupervisor(LifecycleTask):
                 task.add_done_callback(self._forced.discard)
 
     def _drain(self, process: MuxHandle, grace_s: float, *, sigterm: bool = True) -> None:
-        """Let a process finish its calls, known to `force_stop` until it has ended."""
+        """Let a process finish its calls; `force_stop` knows it until it has ended."""
         task = asyncio.create_task(self._end(process, grace_s + 1, sigterm=sigterm), name=f"end of {self.name}")
         self._draining[task] = process
         task.add_done_callback(self._draining.pop)
@@ -214,16 +215,16 @@ class MuxSupervisor(LifecycleTask):
                 self._tasks.create_task(self._kill(self._process), name=f"end of {self.name}")
 
     def _let_end(self, process: MuxHandle) -> None:
-        """Another process has stopped it: its port is free, so its successor starts while it finishes its calls."""
+        """Start a successor while the process, which another process stopped, finishes its calls: its port is free."""
         self._drain(process, self._grace_s, sigterm=False)
         self._leave(Exit(None))
 
     async def _kill(self, process: MuxHandle) -> None:
         exit = await self._end(process, 0)
-        self._leave(exit or Exit(None))  # one that does not die too: its successor can bind the same port
+        self._leave(exit or Exit(None))  # even if it does not die, its successor can bind the same port
 
     def _leave(self, exit: Exit) -> None:
-        """Wait no longer for the end of the process."""
+        """Stop waiting for the end of the process."""
         if self._left is not None and not self._left.done():
             self._left.set_result(exit)
 
@@ -233,7 +234,7 @@ class MuxSupervisor(LifecycleTask):
             case ProbeOk():
                 problem = self._problem or self._stale
                 self.alarm = f"{self.name}: {problem}" if problem else None
-            case ProbeFailed(reason) if self._replica.phase is Phase.RUNNING:  # its start takes its time
+            case ProbeFailed(reason) if self._replica.phase is Phase.RUNNING:  # its start takes time
                 self.alarm = reason
                 log.warning("probe failed", extra={"mux": self.name, "reason": reason})
                 if self._replica.health is WorkerHealth.GOOD and self._process is not None:
@@ -271,7 +272,7 @@ class MuxSupervisor(LifecycleTask):
         self._tasks.create_task(self._run_process(), name=f"process of {self.name}")
 
     async def _run_process(self) -> None:
-        """Launch a mux unless one was adopted, and feed it until it has ended or leaves; never raises."""
+        """Launch a mux unless one was adopted, and feed it until it ends or leaves; never raises."""
         try:
             if self._process is None:
                 self._process = await self._launch()
@@ -279,7 +280,7 @@ class MuxSupervisor(LifecycleTask):
             exit = await self._serve(process)
         except (LaunchFailed, OSError, TeimgrError) as error:
             exit = Exit(None, ExitReport(Code.INTERNAL_ERROR, str(error), permanent=False))
-        except Exception as error:  # a defect of ours must not leave the fleet without a mux
+        except Exception as error:  # a defect must not leave the fleet without a mux
             log.exception("supervision of a mux failed", extra={"mux": self.name})
             exit = Exit(None, ExitReport(Code.INTERNAL_ERROR, repr(error), permanent=False))
             if self._process is not None:
@@ -293,12 +294,13 @@ class MuxSupervisor(LifecycleTask):
         return prepared or await self.launcher.launch()
 
     async def _replace(self, old: MuxHandle) -> None:
-        """Start a mux beside an adopted one of another version or configuration, which ends once that has the routes.
+        """Start a mux beside an adopted one of another version or configuration, which ends once the new one has the
+        routes.
 
-        Until then connections come to both, or wait in the backlog of the new one.
+        Until then both accept connections, or they wait in the backlog of the new one.
         """
-        while not self._is_fed:  # by the control socket, whose path the new one gets
-            if self._process is not old:  # it has ended, and a current one follows
+        while not self._is_fed:  # over the control socket, whose path the new one takes
+            if self._process is not old:  # it has ended, and one of this version follows
                 return
             await self._routes_changed.wait()
         try:
@@ -312,14 +314,14 @@ class MuxSupervisor(LifecycleTask):
                 await self._end(failed, 0)
             self.launcher.record(old)
             return
-        except asyncio.CancelledError:  # the daemon ends: the next one finds the new mux, and gives it routes
+        except asyncio.CancelledError:  # the daemon ends: the next daemon finds the new mux, and sends it routes
             old.send_signal(signal.SIGTERM)
             raise
         log.info("replacing a mux without a gap", extra={"mux": self.name, "pid": old.pid, "successor": new.pid})
         old.send_signal(signal.SIGTERM)
 
     async def _give_routes(self, process: MuxHandle) -> None:
-        """Have a new mux serve by the routes of now. Raises MuxLost."""
+        """Send a new mux the present routes, by which it serves. Raises MuxLost."""
         async with asyncio.timeout(self._timeouts.connect_limit_s):
             link = await process.connect(self._timeouts.connect_limit_s)
             try:
@@ -349,12 +351,12 @@ class MuxSupervisor(LifecycleTask):
             post(WorkerDraining())
         except MuxLost as error:
             post(WorkerFailed(FailureCause(str(error))))
-        except Exception as error:  # a defect of ours
+        except Exception as error:  # a defect
             log.exception("supervision of a mux failed", extra={"mux": self.name})
             post(WorkerFailed(FailureCause(repr(error))))
 
     async def _keep_link(self, process: MuxHandle) -> None:
-        """Keep a control link to the mux: where one that has worked breaks, the mux may live, and another is made.
+        """Keep a control link to the mux: if a link breaks that has worked, the mux may be alive, so it connects again.
 
         Raises:
             MuxLost: always, at the end.
@@ -383,7 +385,7 @@ class MuxSupervisor(LifecycleTask):
     async def _feed_by(self, link: MuxLink) -> None:
         """Push every change of policy and directory to the mux; poll its counters after each and at intervals.
 
-        One line of JSON per message, as `mux/control.py` has them. The mux answers in order, so an answer also
+        The messages are one line of JSON each, listed in `mux/control.py`. The mux answers in order, so an answer also
         acknowledges the snapshot before it.
 
         Raises:
@@ -433,7 +435,7 @@ class MuxSupervisor(LifecycleTask):
                 leave()
 
     async def _ask(self, link: MuxLink, request: str) -> dict[str, Any]:
-        """The answer, however late it comes: the events of failed probes end a mux that gives none."""
+        """Return the answer, however late: the events of failed probes end a mux that does not answer."""
         limit_s = self._timeouts.answer_limit_s
         answer = asyncio.create_task(link.ask(request))
         try:
@@ -446,7 +448,7 @@ class MuxSupervisor(LifecycleTask):
             answer.cancel()
 
     async def _end(self, process: MuxHandle, grace_s: float, *, sigterm: bool = True) -> Exit | None:
-        """How it ended; None if it did not."""
+        """Return how it ended; None if it did not."""
         try:
             return await process.stop(grace_s, sigterm=sigterm)
         except LaunchFailed as error:
@@ -455,20 +457,21 @@ class MuxSupervisor(LifecycleTask):
 
 
 class MuxHosts(Protocol):
-    """The muxes that there shall be on other hosts."""
+    """The muxes that should run on other hosts."""
 
     def wanted(self) -> Mapping[str, MuxLauncher]:
-        """Their launchers by name; the same object for as long as it is the same mux."""
+        """Their launchers by name; a launcher is the same object as long as it is the same mux."""
 
     async def changed(self) -> None:
         """Return when `wanted` may have changed."""
 
     async def end_surplus(self) -> None:
-        """End those of an earlier daemon that are not wanted. Raises Unavailable: that cannot be done now."""
+        """End muxes of an earlier daemon that should not run. Raises Unavailable: that is not possible now."""
 
 
 class Muxes:
-    """The mux processes of the settings: supervised within `running`, ended by `stop`. `hosts` has those of others."""
+    """The mux processes of the settings: supervised within `running`, ended by `stop`. `hosts` has those on other
+    hosts."""
 
     def __init__(
         self,
@@ -508,7 +511,7 @@ class Muxes:
         return [*found, f"muxes of other hosts are not followed: {self._unfollowed}"] if self._unfollowed else found
 
     def states(self) -> dict[str, str]:
-        """What the muxes of each host do, by its name, which is "" for this one: `serving`, `starting` or an alarm."""
+        """Return the state of each host's muxes by its name, "" for this host: `serving`, `starting` or an alarm."""
         found: dict[str, str] = {}
         for each in self._all:
             is_leaving = each in self._leaving
@@ -525,13 +528,13 @@ class Muxes:
 
         Raises:
             PortConflict: another program listens on the gRPC port or on `grpc_socket`.
-            InvalidConfig: nothing can listen on them.
+            InvalidConfig: it is not possible to listen on them.
         """
-        if self._supervisors:  # first: those that serve now share their port, and go on where another program has it
+        if self._supervisors:  # first: serving muxes share their port, and stay if another program has it too
             bind(self._settings.grpc_host, self._settings.grpc_port, "grpc_port", is_shared=True).close()
         await self._end_surplus()
         adopted = [await each.adopt() for each in self._supervisors]
-        if self._supervisors and not any(adopted):  # beside an adopted mux the others can bind the same port
+        if self._supervisors and not any(adopted):  # others can bind the port together with an adopted mux
             bind(self._settings.grpc_host, self._settings.grpc_port, "grpc_port").close()
         if self._socket is not None and not adopted[0]:
             check_free(self._socket, "grpc_socket")
@@ -552,7 +555,7 @@ class Muxes:
             await asyncio.gather(*remote, return_exceptions=True)
 
     async def _follow(self, hosts: MuxHosts) -> None:
-        """Supervise the muxes of hosts as they join, and end those of hosts that leave."""
+        """Supervise the muxes of hosts that join, and end those of hosts that leave."""
         has_ended_surplus = False
         while True:
             try:
@@ -565,19 +568,19 @@ class Muxes:
                 self._match(hosts.wanted())
                 self._unfollowed = ""
                 await hosts.changed()
-            except Exception as error:  # a defect of ours must not leave a host without its mux for good
+            except Exception as error:  # a defect must not leave a host without its mux for good
                 if (problem := repr(error)) != self._unfollowed:
                     log.exception("the muxes of other hosts are not started and ended")
                 self._unfollowed = problem
                 await asyncio.sleep(_ADOPTION_PAUSE_S)
 
     def _match(self, wanted: Mapping[str, MuxLauncher]) -> None:
-        """Begin to end the muxes of hosts that have left, and to start those of hosts that have joined."""
+        """Begin to end the muxes of hosts that left, and to start those of hosts that joined."""
         for each in [each for each in self._remote if wanted.get(each.name) is not each.launcher]:
             self._leaving[each] = asyncio.create_task(self._end(each, self._remote.pop(each)))
         for name in wanted.keys() - {each.name for each in self._remote}:
             supervisor = self._supervisor(wanted[name])
-            # One that is ending still has calls: it is not taken over, its successor starts beside it.
+            # A mux that is ending still has calls: it is not taken over, its successor starts beside it.
             is_back = any(each.name == name for each in self._leaving)
             running = supervisor.run() if is_back else self._adopt_and_run(supervisor)
             self._remote[supervisor] = asyncio.create_task(running, name=name)
@@ -587,14 +590,14 @@ class Muxes:
             try:
                 await supervisor.adopt()
                 break
-            except Exception as error:  # what is not expected too: else the host had no mux for good
+            except Exception as error:  # any error: else the host would stay without a mux
                 reason = error.message if isinstance(error, TeimgrError) else repr(error)
                 log.warning("no mux adopted", extra={"mux": supervisor.name, "reason": reason})
                 await asyncio.sleep(_ADOPTION_PAUSE_S)
         await supervisor.run()
 
     async def _end(self, supervisor: MuxSupervisor, task: asyncio.Task[None]) -> None:
-        """End the mux of a host that leaves or is lost; its calls have the grace of all."""
+        """End the mux of a host that leaves or is lost; its calls have the common grace."""
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         try:
@@ -606,7 +609,7 @@ class Muxes:
             self._metrics.mux_gone(supervisor.name)
 
     def _has_successor(self, leaving: MuxSupervisor) -> bool:
-        """True if the host of a mux that leaves has come back meanwhile."""
+        """True if the host of a leaving mux has come back meanwhile."""
         return any(each.name == leaving.name for each in (*self._remote, *self._leaving) if each is not leaving)
 
     async def replaced(self) -> None:
@@ -614,11 +617,11 @@ class Muxes:
         await asyncio.gather(*(each.replaced() for each in self._all))
 
     async def routes_confirmed(self) -> None:
-        """Return when all route by the directory as it is now."""
+        """Return when all muxes use the directory as it is now."""
         await asyncio.gather(*(each.routes_confirmed() for each in self._all))
 
     async def stop(self, grace_s: float) -> None:
-        """Let each finish its calls, at most `grace_s`, then end it. Call after `running`."""
+        """Let each mux finish its calls for at most `grace_s`, then end it. Call this after `running`."""
         ending = [*self._supervisors, *self._remote]
         results = await asyncio.gather(*(each.stop(grace_s) for each in ending), return_exceptions=True)
         for each, result in zip(ending, results, strict=True):
@@ -626,14 +629,14 @@ class Muxes:
                 log.error("mux could not be stopped", extra={"mux": each.name}, exc_info=result)
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
         if self._socket is not None:
-            remove_stale(self._socket)  # of a mux that was killed
+            remove_stale(self._socket)  # left by a mux that was killed
 
     def force_stop(self) -> None:
         for each in self._all:
             each.force_stop()
 
     async def _end_surplus(self) -> None:
-        """End muxes of an earlier daemon with more of them: without updates they would send calls to dead workers."""
+        """End surplus muxes of an earlier daemon: without updates they would send calls to dead workers."""
         found = [_RUN_FILE.fullmatch(path.name) for path in self._settings.run_dir.glob("mux-*.run")]
         for number in sorted({int(match[1]) for match in found if match}):
             if number >= len(self._supervisors):

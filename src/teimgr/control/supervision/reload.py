@@ -1,6 +1,6 @@
 """Configuration reload while the daemon runs: plan, then apply step by step.
 
-The file overrides every instance that it names, also what REST changed since; other instances stay. An invalid file
+The file overrides every instance that it names, including changes made by REST; other instances stay. An invalid file
 changes nothing.
 """
 
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 LIVE = frozenset(item.name for item in fields(Settings) if key_of(item).live)
 """The settings that a reload changes; the others change at the next start."""
 
-_REASON_CHARS = 4096  # of an event: the log and the answer have the rest
+_REASON_CHARS = 4096  # of an event: the log and the answer have the full text
 
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """One key with another value; null for a missing one."""
+    """A key with its old and new value; null for a missing key."""
 
     key: str
     before: Any
@@ -45,7 +45,7 @@ class SettingChange:
 
 @dataclass(frozen=True, slots=True)
 class ReloadPlan:
-    """What changes. The instances in `left` are of an earlier configuration, and stay because pruning is off."""
+    """The changes. The instances in `left` are from an earlier configuration, and stay because pruning is off."""
 
     settings: list[SettingChange]
     create: list[str]
@@ -83,10 +83,10 @@ Move = tuple[Literal["remove", "update", "recreate", "create"], str, Callable[[]
 
 
 class Reloader:
-    """Reads `source` again on request, moves the fleet to it, and records in `events` what came of it.
+    """Reads `source` again on request, changes the fleet accordingly, and records the result in `events`.
 
     `apply` is called with the present settings and the new live keys; it applies all, or raises InvalidConfig.
-    `configuration` is in effect: keys that change at the next start have their present values.
+    `configuration` is the one in effect: keys that change at the next start have their present values.
     """
 
     def __init__(
@@ -108,14 +108,15 @@ class Reloader:
 
     @property
     def tried(self) -> str:
-        """The digest of the file that was read last, whether it was taken or refused."""
+        """The digest of the file that was read last, whether it was applied or refused."""
         return self._tried
 
     def alarms(self) -> list[str]:
         return [self._alarm] if self._alarm else []
 
     def notices(self) -> list[str]:
-        """A sentence for each seed whose instance is missing or differs: the state has precedence until a reload."""
+        """Return a sentence for each seed whose instance is missing or differs: the state has precedence until a
+        reload."""
         present = {view.spec.name: view.spec for view in self._fleet.list()}
         missing = (
             self.notice_of_missing(seed.name)
@@ -129,7 +130,7 @@ class Reloader:
         ]
 
     def notice_of_missing(self, name: str) -> str | None:
-        """The sentence about a seed without an instance; None if the configuration does not list it."""
+        """Return the sentence about a seed without an instance; None if the configuration does not list it."""
         if all(seed.name != name for seed in self.configuration.settings.instances):
             return None
         return (
@@ -138,7 +139,7 @@ class Reloader:
         )
 
     async def plan(self, *, prune: bool | None = None) -> Reloaded:
-        """The changes that a reload would make now.
+        """Return the changes that a reload would make now.
 
         Raises:
             InvalidConfig: The configuration is invalid.
@@ -154,7 +155,7 @@ class Reloader:
         """
         async with self._lock:
             try:
-                self._tried = ""  # of a file that cannot be read
+                self._tried = ""  # the file cannot be read
                 content = await asyncio.to_thread(content_of, self.source)
                 self._tried = digest_of(content)
                 found = await asyncio.to_thread(read, self.source, content)
@@ -176,7 +177,7 @@ class Reloader:
             return Reloaded(dry_run=False, plan=plan, steps=steps, failed=len(failed))
 
     def _plan(self, found: Configuration, prune: bool | None) -> tuple[ReloadPlan, list[Move]]:
-        """The plan, and its moves in order: removals make room first."""
+        """Return the plan, and its moves in order: removals make room first."""
         fleet = self._fleet
         seeds = {seed.name: seed for seed in found.settings.instances}
         present = {view.spec.name: view.spec for view in fleet.list()}
@@ -207,7 +208,7 @@ class Reloader:
 
 
 def _in_words(plan: ReloadPlan) -> Iterator[str]:
-    """What a plan changes, without the values, of which some are long; nothing where all stays as it is."""
+    """Yield the changes of a plan in words, without values, which may be long; nothing without changes."""
     updated = [f"{name} ({', '.join(keys)})" for name, keys in plan.update.items()]
     moved = {"created": plan.create, "updated": updated, "recreated": plan.recreate, "deleted": plan.remove}
     yield from (f"{verb} {', '.join(names)}" for verb, names in moved.items() if names)
@@ -217,9 +218,9 @@ def _in_words(plan: ReloadPlan) -> Iterator[str]:
 
 
 def differences(seed: InstanceSpec, spec: InstanceSpec) -> dict[str, Any]:
-    """The keys in which an instance differs from its seed, with the seed's values; open keys may differ.
+    """Return the keys in which an instance differs from its seed, with the seed's values; open keys may differ.
 
-    So may `replicas` where the load decides about them.
+    `replicas` may differ if the load decides about it.
     """
     own = {"name", "created_at", "wanted_running", *(("replicas",) if seed.max_replicas else ())}
     return {
@@ -230,7 +231,7 @@ def differences(seed: InstanceSpec, spec: InstanceSpec) -> dict[str, Any]:
 
 
 def _setting_changes(old: Configuration, new: Configuration) -> Iterator[SettingChange]:
-    """The keys that differ, except those of seeds, which `differences` has."""
+    """Yield the keys that differ, except those of seeds, which `differences` compares."""
     live = live_keys(old.settings, new.settings)
     before = {each.path: each for each in effective(old) if not each.path.startswith("instances")}
     after = {each.path: each for each in effective(new) if not each.path.startswith("instances")}
@@ -247,12 +248,12 @@ def _setting_changes(old: Configuration, new: Configuration) -> Iterator[Setting
 
 
 def live_keys(old: Settings, new: Settings) -> frozenset[str]:
-    """The keys that change at once; turning TLS on or off needs another listener."""
+    """Return the keys that change at once; turning TLS on or off needs another listener."""
     return LIVE if old.tls_files == new.tls_files else LIVE - {"auth"}
 
 
 def _in_effect(old: Configuration, new: Configuration) -> Configuration:
-    """The configuration in effect after a reload: live keys of the new one, the others of the old one."""
+    """Return the configuration in effect after a reload: live keys of the new one, the others of the old one."""
     live = live_keys(old.settings, new.settings)
     settings = replace(old.settings, **{name: getattr(new.settings, name) for name in live})
     kept = {path: by for path, by in old.sources.items() if _top(path) not in live}

@@ -1,15 +1,15 @@
-"""Wanted state of the fleet and its file: written before each change, and again where the disk refused.
+"""Desired state of the fleet and its file: written before each change, and retried if the disk refused.
 
 The state file has the instances as TOML and is replaced atomically, with the previous generation beside it.
 
-state.toml                        tei-manager's own format; teimgr's further keys only where they differ from default
+state.toml                        tei-manager's own format; teimgr's further keys only if they differ from the default
 state.toml.prev                   the generation before
 state.toml.lock                   locked by the daemon that uses the state file
 state.toml.corrupt-<time>         a file that could not be read, set aside
 state.toml.backup-<time>          a state that was not to be restored
 
-The file's head has the SHA-256 of the lines below it, because a file cut short may still be valid TOML. A file without
-it, of tei-manager or of an earlier version, is taken as it is; so is one from which an operator who edited it has
+The file's head has the SHA-256 of the lines below it, since a truncated file may still be valid TOML. A file without
+it, from tei-manager or an earlier version, is accepted as it is; so is a file from which an operator who edited it has
 deleted that line.
 """
 
@@ -38,15 +38,15 @@ from teimgr.files import duplicate, failure_of, lock_file, write_atomically
 from teimgr.spec import A_CALL, MADE_BY, MADE_FOR, InstanceSpec, now_rfc3339
 
 SET_ASIDE_KEPT = 5
-# An update that the daemon did not survive so often is not begun again.
+# After this many daemons ended during an update, it is not resumed.
 _UPDATE_TRIES = 5
-# Between attempts to write the state file while the disk refuses.
+# Seconds between attempts to write the state file while the disk refuses.
 _RETRY_S = 5.0
-# For one write, as a disk behind a network may not answer.
+# Time limit of one write, since a disk behind a network may not answer.
 _WRITE_LIMIT_S = 10.0
-# The digest is that of all bytes behind this.
+# The digest covers all bytes after this.
 _HEAD = re.compile(rb'\Alast_updated = "[^"\n]*"\nsha256 = "([0-9a-f]{64})"\n\n')
-# Always written, in this order, as tei-manager does; `extra_args` may be empty.
+# Always written, in this order, as in tei-manager; `extra_args` may be empty.
 _ALWAYS = ("name", "model_id", "port", "max_batch_tokens", "max_concurrent_requests", "extra_args")
 _DEFAULTS = {
     field.name: field.default if field.default_factory is MISSING else field.default_factory()
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Instances read from disk. `alarm` is a sentence for operators where something was left out or set aside."""
+    """Instances read from disk. `alarm` is a sentence for operators if something was left out or set aside."""
 
     specs: tuple[InstanceSpec, ...] = ()
     alarm: str | None = None
@@ -75,11 +75,11 @@ class Store:
         self._named = path
         self._path = path.resolve()
         self._previous = self._path.with_name(f"{self._path.name}.prev")
-        self._is_damaged = False  # the file at `path`: it must not become the previous generation
+        self._is_damaged = False  # the file at `path` is damaged and must not become the previous generation
         self._lock: int | None = None
 
     def open(self) -> None:
-        """Lock the state file for this process, until it ends or calls `close`; a second call changes nothing.
+        """Lock the state file until this process ends or calls `close`; a second call changes nothing.
 
         Raises:
             InvalidConfig: another daemon uses the file, its folder cannot be written, or it is a symbolic link into a
@@ -105,10 +105,10 @@ class Store:
             self._lock = None
 
     def load(self) -> Loaded:
-        """The instances last saved, or the previous generation where the file cannot be read. Never raises.
+        """Return the last saved instances, or the previous generation if the file cannot be read. Never raises.
 
-        A missing file is an empty state; users delete it to reset. Where the previous generation is there, it is kept
-        aside with an alarm, for the file may also be missing by mistake.
+        A missing file is an empty state; users delete it to reset. If the previous generation exists, it is set aside
+        with an alarm, since the file may also be missing by mistake.
         """
         try:
             loaded = parse(self._path.read_bytes())
@@ -176,7 +176,7 @@ class Store:
 
 
 def parse(content: bytes) -> Loaded:
-    """The instances in a state file of teimgr or of tei-manager; a bad entry is left out, with an alarm.
+    """Parse the instances in a state file of teimgr or tei-manager; a bad entry is left out, with an alarm.
 
     Raises:
         Unreadable: It is not such a file.
@@ -196,7 +196,7 @@ def parse(content: bytes) -> Loaded:
             specs.append(_read_entry(entry, f"instances[{index}]"))
         except InvalidConfig as error:
             problems.append(error.message)
-        except RecursionError:  # of dotted keys, which the parser reads without
+        except RecursionError:  # dotted keys, which the parser reads without recursion
             problems.append(f"instances[{index}]: nested too deep")
     return Loaded(tuple(specs), f"left out of the state file: {'; '.join(problems)}" if problems else None)
 
@@ -228,16 +228,16 @@ def _read_entry(entry: object, path: str) -> InstanceSpec:
     if len(known) < len(entry):
         log.warning("unknown keys in the state file", extra={"entry": path, "keys": sorted(entry.keys() - known)})
     spec = schema.build(InstanceSpec, known, path)
-    if "by_call" not in known and spec.tags.get(MADE_BY) == A_CALL:  # as 0.1.0 has written it
+    if "by_call" not in known and spec.tags.get(MADE_BY) == A_CALL:  # as written by 0.1.0
         return replace(spec, by_call=True, by_key=spec.tags.get(MADE_FOR, ""))
     return spec
 
 
 def wanted_at_boot(settings: Settings, store: Store) -> Loaded:
-    """The instances of the state file, then the seeds with other names.
+    """Return the instances of the state file, then the seeds with other names.
 
-    With `auto_restore_on_restart` off the seeds alone, and the old state is kept as a backup; ports that a seed leaves
-    open are taken from it, so that live workers of the last daemon can be adopted.
+    With `auto_restore_on_restart` off, return only the seeds, and keep the old state as a backup. Ports that a seed
+    leaves open come from the old state, so that live workers of the last daemon can be adopted.
     """
     state = store.load()
     known = {spec.name: spec for spec in state.specs}
@@ -266,7 +266,7 @@ def _back_up(store: Store, state: Loaded) -> str | None:
 
 
 class WantedState:
-    """The specs of all instances, with the changes about to be made and the updates under way.
+    """The specs of all instances, with the changes about to be made and the updates in progress.
 
     `instances` yields the specs in effect. A change is written first and made afterwards, so an acknowledged change is
     on disk and a refused write leaves the fleet as it was.
@@ -275,8 +275,8 @@ class WantedState:
     def __init__(self, store: Store, instances: Callable[[], Iterable[InstanceSpec]]) -> None:
         self._store = store
         self._instances = instances
-        # Intended changes, persisted before they are applied (write-ahead). Each has one owner, which removes it again:
-        # by the turns of commands (`Manager`) one plans at a time, and an instance has one update that commits.
+        # Intended changes, persisted before they are applied (write-ahead). Each has one owner, which removes it:
+        # commands take turns (`Manager`), so one plans at a time, and an instance has one update that commits.
         self._creating: dict[str, InstanceSpec] = {}
         self._planned: dict[str, Callable[[InstanceSpec], InstanceSpec | None]] = {}
         self._committing: dict[str, InstanceSpec] = {}
@@ -285,8 +285,8 @@ class WantedState:
         self._tries: dict[str, int] = {}  # how often the update under way was begun by earlier daemons
         self._saving = asyncio.Lock()
         self._writing: set[asyncio.Task[None]] = set()
-        self._is_late = False  # the write that has begun
-        self._next_write: asyncio.Task[None] | None = None  # not begun yet: it writes the state of then
+        self._is_late = False  # the present write exceeded its time limit
+        self._next_write: asyncio.Task[None] | None = None  # not begun yet: it will write the state of its time
         self._saved: list[InstanceSpec] | None = None
         self._retry: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -294,10 +294,10 @@ class WantedState:
         self._save_alarm: str | None = None
 
     async def load(self, settings: Settings) -> list[InstanceSpec]:
-        """Lock and read the state file; its instances, with the seeds of the configuration.
+        """Lock and read the state file; return its instances, with the seeds of the configuration.
 
         Raises:
-            InvalidConfig: the file cannot be used, as by another daemon.
+            InvalidConfig: the file cannot be used, for instance because another daemon uses it.
         """
         self._store.open()
         loaded = await asyncio.to_thread(wanted_at_boot, settings, self._store)
@@ -307,10 +307,10 @@ class WantedState:
         return [replace(spec, pending_update=None) for spec in loaded.specs]
 
     async def close(self, limit_s: float | None = None) -> None:
-        """Try a last time to write what the disk refused, release the file.
+        """Try a last time to write what the disk refused, and release the file.
 
-        A disk that does not answer has `limit_s`. Then the file stays locked as long as the process lives, as the write
-        may still take place.
+        An unresponsive disk has `limit_s`. After that the file stays locked as long as the process lives, since the
+        write may still take place.
         """
         self._closing.set()
         last = [*self._writing, *([self._retry] if self._retry is not None else [])]
@@ -341,14 +341,14 @@ class WantedState:
     # Changes of instances
 
     def specs(self) -> list[InstanceSpec]:
-        """The instances, and those that are being created."""
+        """Return the instances, including those that are being created."""
         specs = list(self._instances())
         names = {spec.name for spec in specs}
         return [*specs, *(spec for name, spec in self._creating.items() if name not in names)]
 
     @asynccontextmanager
     async def creating(self, spec: InstanceSpec) -> AsyncIterator[None]:
-        """Write the state with a new instance before the body adds it; at once it holds its name and ports in `specs`.
+        """Write the state with a new instance before the body adds it; `specs` has its name and ports at once.
 
         Raises:
             StateNotSaved: the disk refused; the body has not run.
@@ -363,10 +363,10 @@ class WantedState:
 
     @asynccontextmanager
     async def planning(self, name: str, change: Callable[[InstanceSpec], InstanceSpec | None]) -> AsyncIterator[None]:
-        """Write the state with the instance `name` as `change` makes it of its spec, None to leave it out, before the
-        body makes that change. One at a time for each name.
+        """Write the state with `change` applied to the instance's spec (None removes it) before the body makes that
+        change. One at a time for each name.
 
-        What the body did not change after all is written again.
+        If the body did not make the change, the state is written again.
 
         Raises:
             StateNotSaved: the disk refused; the body has not run.
@@ -400,7 +400,7 @@ class WantedState:
 
     @property
     def unfinished(self) -> tuple[str, ...]:
-        """Instances whose update an earlier daemon's end interrupted."""
+        """The instances whose update was interrupted by an earlier daemon's end."""
         return tuple(self._unfinished)
 
     async def begin_update(self, name: str, changes: Mapping[str, Any], *, recreate: bool) -> str:
@@ -426,19 +426,19 @@ class WantedState:
         return record
 
     async def end_update(self, name: str, record: str) -> None:
-        """Write that the update is over; no effect on another one of the same name."""
+        """Write that the update is over; no effect on a later update of the same name."""
         if self._pending.get(name) is record:
             self.drop_update(name)
             await self.write_quietly()
 
     def drop_update(self, name: str) -> None:
-        """Forget the update of an instance that is deleted; the next write leaves it out."""
+        """Drop the update of a deleted instance; the next write leaves it out."""
         self._pending.pop(name, None)
         self._tries.pop(name, None)
 
     @asynccontextmanager
     async def resuming(self, name: str) -> AsyncIterator[tuple[dict[str, Any], bool]]:
-        """The changes and `recreate` of an unfinished update, which the body begins again.
+        """Yield the changes and `recreate` of an unfinished update, which the body resumes.
 
         Raises:
             UpdateFailed: the daemon ended too often during it, or the record cannot be read.
@@ -463,7 +463,7 @@ class WantedState:
     # Writing
 
     async def write(self) -> None:
-        """Write the state if it is not on disk; where the disk refuses, try again in the background too.
+        """Write the state if it is not on disk; if the disk refuses, also retry in the background.
 
         Raises:
             StateNotSaved: the disk refused, or did not answer in time, to this write or an earlier one.
@@ -471,7 +471,7 @@ class WantedState:
         writing = self._queue_write()
         if self._is_late:
             raise StateNotSaved(str(self._save_alarm))
-        # Its thread cannot be cancelled: where the caller is, the next write waits for this one and compares with it.
+        # Its thread cannot be cancelled: if the caller is, the next write waits for this one and compares with it.
         await asyncio.wait((writing,), timeout=_WRITE_LIMIT_S)
         if not writing.done():
             self._is_late = True
@@ -480,7 +480,7 @@ class WantedState:
         writing.result()
 
     def _queue_write(self) -> asyncio.Task[None]:
-        """The write that comes next, of which there is one at most."""
+        """Return the next write, of which there is at most one."""
         if self._next_write is None:
             self._next_write = asyncio.create_task(self._write(), name="write of the state file")
             self._writing.add(self._next_write)
@@ -498,7 +498,7 @@ class WantedState:
         self._writing.discard(writing)
         self._is_late = False
         if not writing.cancelled():
-            writing.exception()  # retrieved, as the caller may be gone; the alarm has it
+            writing.exception()  # retrieved, since the caller may have gone; the alarm has the error
 
     async def _write(self) -> None:
         async with self._saving:
@@ -519,7 +519,7 @@ class WantedState:
             self._save_alarm = None
 
     async def write_quietly(self) -> None:
-        """Like `write`; a refusal is an alarm alone, for what was changed cannot be refused any more."""
+        """Like `write`; a refusal only raises an alarm, since the change has been made already."""
         with suppress(StateNotSaved):
             await self.write()
 

@@ -70,11 +70,11 @@ class LifecycleTask:
 
     @cached_property
     def _mailbox(self) -> asyncio.Queue[Any]:
-        """Without a bound: each event is handled at once, and few tasks send any."""
+        """The unbounded mailbox: each event is handled at once, and few tasks send any."""
         return asyncio.Queue()
 
     async def _next(self) -> Any:
-        """The next item of the mailbox; a `Tick` when the time comes first that the state waits for."""
+        """Return the next item of the mailbox, or a `Tick` when the time that the state waits for has come."""
         try:
             async with asyncio.timeout_at(self._replica.wake_at):
                 return await self._mailbox.get()
@@ -82,7 +82,7 @@ class LifecycleTask:
             return Tick()
 
     def _advance(self, event: Event) -> list[Effect]:
-        """Step the state machine, and log a change of its phase; the result is what is to be done."""
+        """Step the state machine and log a change of its phase; return the effects."""
         before = self._replica.phase
         self._replica, effects = self._replica.step(event, asyncio.get_running_loop().time())
         phase, reason = self._replica.phase, self._replica.reason
@@ -95,7 +95,7 @@ class LifecycleTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorContext:
-    """What all supervisors share. `grace_s` is how long a stopped worker may finish its calls."""
+    """Shared by all supervisors. `grace_s` is how long a stopped worker may finish its calls."""
 
     policy: RestartPolicy
     probes: ProbePlan
@@ -106,28 +106,28 @@ class SupervisorContext:
 
 
 class Owner(Protocol):
-    """The instance of a supervisor; it is called in the event loop."""
+    """The instance of a supervisor, called in the event loop."""
 
     placing: asyncio.Lock
-    """Held by the worker that gets its place and memory: the next one finds it there, as in a plan."""
+    """Held while a worker gets its place and memory, so that the next one takes them into account, as a plan does."""
 
     def siblings_of(self, supervisor: Supervisor) -> Sequence[Supervisor]:
-        """The other replicas that it will serve beside."""
+        """The other replicas that will serve with it."""
 
     def on_state_changed(self) -> None:
-        """After every change of the state or the card of a worker."""
+        """Called after every change of a worker's state or card."""
 
     def on_placed(self) -> None:
-        """A worker has got its memory."""
+        """Called when a worker has got its memory."""
 
     def on_crash(self, supervisor: Supervisor, incident: Incident) -> None:
-        """Its worker has crashed; `on_state_changed` follows."""
+        """Called when its worker has crashed; `on_state_changed` follows."""
 
     def on_memory(self, supervisor: Supervisor, resident_bytes: int, fresh: bool) -> None:
-        """The worker's resident memory in bytes; `fresh`: it has just become ready."""
+        """Called with the worker's resident memory in bytes; `fresh`: it has just become ready."""
 
     def on_overrun(self, supervisor: Supervisor, overrun: Overrun) -> None:
-        """The worker takes more memory than was reserved for it."""
+        """Called when the worker takes more memory than was reserved for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +139,9 @@ class _Request:
 class Supervisor(LifecycleTask):
     """Supervises the `number`-th replica of the instance `spec`.
 
-    `role` is its part in an update, as in `WorkerView`. `host` and `gpu` are the name of the host, empty in a fleet of
-    one, and the UUID of the card that the present worker was, or the next one is to be, placed on. What its task needs
-    is made when the task begins: thousands of instances rest from the daemon's start, and have none.
+    `role` is its part in an update, as in `WorkerView`. `host` (empty in a fleet of one) and `gpu`, the UUID of the
+    card, are where the present worker was placed or the next one will be. The needs of its task are made when the task
+    begins: thousands of instances rest from the daemon's start, and have none.
     """
 
     def __init__(
@@ -159,19 +159,19 @@ class Supervisor(LifecycleTask):
         self.host = ""
         self.gpu: str | None = None
         self.place: Place | None = None
-        """Of the present worker, from before its launch until its process is gone."""
+        """The place of the present worker, from before its launch until its process has ended."""
         self.model: LoadedModel | None = None
-        """Of the last worker that was ready."""
+        """The model of the last worker that was ready."""
         self._context = context
         self._owner = owner
         self._worker: WorkerRun | None = None
         self._worker_tasks: asyncio.TaskGroup | None = None
         self._threads: CpuThreads | None = None
         self._probed_at: datetime | None = None
-        self._give_back: Callable[[], None] | None = None  # the load slot
-        self._reservation: Reservation | None = None  # of the present worker's memory, until its process is gone
-        self._private_bytes: int | None = None  # of the present worker, as it said last
-        self._destination: Place | None = None  # of its first worker, where that was chosen
+        self._give_back: Callable[[], None] | None = None  # returns the load slot
+        self._reservation: Reservation | None = None  # memory of the present worker, until its process has ended
+        self._private_bytes: int | None = None  # last reported by the present worker
+        self._destination: Place | None = None  # of its first worker, if it was chosen
         self._closed = False
 
     @cached_property
@@ -205,12 +205,13 @@ class Supervisor(LifecycleTask):
             await self._settled.wait_for(lambda: self._closed or not self._replica.is_ending)
 
     async def left_ports(self) -> None:
-        """Return when a worker that is being retired answers no new request on its ports, or is gone."""
+        """Return when a worker that is being retired answers no new request on its ports, or has ended."""
         if self._worker is not None:
             await self._worker.left_ports()
 
     async def usage(self) -> Usage | None:
-        """The calls that the present worker reports; None if none answers. Its memory is settled in the ledger."""
+        """Return the calls that the present worker reports, None without an answer; also settle its memory in the
+        ledger."""
         if (worker := self._worker) is None or (found := await worker.usage()) is None:
             return None
         usage, reading = found
@@ -219,15 +220,15 @@ class Supervisor(LifecycleTask):
         return usage
 
     def go_to(self, destination: Place) -> None:
-        """Have its first worker placed there; later ones are placed as any other."""
+        """Place its first worker there; later ones are placed like any other."""
         self._destination = destination
 
     def join(self) -> None:
-        """Serve from now on, as the update that started this replica is committed."""
+        """Serve from now on: the update that started this replica is committed."""
         self.role = "serving"
 
     def leave(self) -> None:
-        """Get no more calls, as an update has put other replicas in its place."""
+        """Get no more calls: an update has replaced it by other replicas."""
         self.role = "leaving"
 
     def respecify(self, spec: InstanceSpec) -> None:
@@ -245,14 +246,14 @@ class Supervisor(LifecycleTask):
             self._worker.end(0.0)
 
     def mark_failed(self, reason: str) -> None:
-        """Before `run`: the replica cannot be started as it is."""
+        """Mark the replica as one that cannot be started as it is; call this before `run`."""
         self._replica = ReplicaState.failed(self._replica.policy, reason)
 
     # State
 
     @property
     def is_closed(self) -> bool:
-        """True if its task has ended; it takes no command any more."""
+        """True if its task has ended, so that it takes no more commands."""
         return self._closed
 
     @property
@@ -265,7 +266,7 @@ class Supervisor(LifecycleTask):
 
     @property
     def rests(self) -> bool:
-        """True if it has no process and no start is scheduled: its view is the same until an event."""
+        """True if it has no process and no start is scheduled: its view only changes by an event."""
         replica = self._replica
         return self._worker is None and replica.wake_at is None and replica.phase in (Phase.STOPPED, Phase.FAILED)
 
@@ -295,7 +296,7 @@ class Supervisor(LifecycleTask):
 
     @property
     def retry_s(self) -> float | None:
-        """Seconds until a failed replica is restarted; None: no automatic restart."""
+        """Seconds until a failed replica is restarted; None: it is not restarted automatically."""
         at = self._replica.wake_at
         if self._replica.phase is not Phase.FAILED or at is None:
             return None
@@ -303,40 +304,40 @@ class Supervisor(LifecycleTask):
 
     @property
     def failure_code(self) -> int | None:
-        """The code of `errors.Code` that its last failed worker reported."""
+        """The `errors.Code` number that its last failed worker reported."""
         return self._replica.last_code
 
     @property
     def start_problem(self) -> str | None:
-        """A sentence while it starts again and again; None otherwise."""
+        """A sentence if it keeps restarting; None otherwise."""
         if not self._replica.is_failing(asyncio.get_running_loop().time()):
             return None
         return f"it failed {self._replica.streak} times in a row, the last time because {self._replica.last_failure}"
 
     @property
     def incarnation(self) -> str | None:
-        """Of the present worker's process."""
+        """The incarnation of the present worker's process."""
         handle = self._worker.handle if self._worker else None
         return handle.incarnation if handle else None
 
     @property
     def worker_alarm(self) -> str | None:
-        """What held the event loop of the present worker recently."""
+        """What blocked the event loop of the present worker recently."""
         return self._worker.alarm if self._worker else None
 
     @property
     def threads(self) -> int | None:
-        """The CPU threads that are the present worker's own; it may use more while others are idle."""
+        """The CPU threads that belong to the present worker; it may use more while others are idle."""
         return self._threads.own if self._threads and self._worker and self._worker.handle else None
 
     @property
     def health(self) -> WorkerHealth | None:
-        """That of the present worker, while it runs."""
+        """The health of the present worker, while it runs."""
         return self._replica.health if self._replica.phase is Phase.RUNNING else None
 
     @property
     def endpoint(self) -> WorkerEndpoint | None:
-        """The present worker's address, while it runs."""
+        """The address of the present worker, while it runs."""
         handle = self._worker.handle if self._worker else None
         if handle is None or self._replica.phase is not Phase.RUNNING:
             return None
@@ -507,13 +508,13 @@ class Supervisor(LifecycleTask):
         self._worker_tasks.create_task(worker.run(), name=f"worker of {self.spec.name}")
 
     async def _plan(self) -> WorkerSpec:
-        """Place the next worker beside those of the whole fleet, reserve its memory, and wait for a load slot."""
+        """Place the next worker among those of the whole fleet, reserve its memory, and wait for a load slot."""
         planner = self._context.planner
         async with self._owner.placing:
             spec = await self._place()
         self._owner.on_placed()
         device = spec.gpu or spec.host or None
-        await planner.slots.take(device)  # behind: a load that waits for memory delays no other
+        await planner.slots.take(device)  # last, so that a load that waits for memory delays no other
         self._give_back = partial(planner.slots.give_back, device)
         return spec
 
@@ -537,7 +538,7 @@ class Supervisor(LifecycleTask):
         return spec
 
     def _on_memory(self, reading: MemoryReading | None, fresh: bool) -> None:
-        """The ledger learns what the worker takes, the instance whether that is too much."""
+        """Report the worker's memory to the ledger, and to the instance, which decides whether it is too much."""
         self._settle_memory(reading)
         self._private_bytes = reading.private_bytes if reading is not None else None
         if reading is not None:
@@ -565,7 +566,7 @@ class Supervisor(LifecycleTask):
         self._start_worker(adopted)
         assert self._worker is not None
         if self._worker.is_ready:
-            self._step(WorkerReady())  # at once: routers must not see it in another state for a moment
+            self._step(WorkerReady())  # at once: routers must not see another state for a moment
 
     def _release_slot(self) -> None:
         give_back, self._give_back = self._give_back, None

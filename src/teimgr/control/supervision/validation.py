@@ -30,7 +30,7 @@ _PROMETHEUS_TRIES = 1000
 
 
 def with_changes(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec:
-    """`spec` with some fields changed; None resets a field to its default."""
+    """Return `spec` with some fields changed; None resets a field to its default."""
     defaults = InstanceSpec(name=spec.name, model_id=spec.model_id)
     values = {key: getattr(defaults, key) if value is None else value for key, value in changes.items()}
     return replace(spec, **values)
@@ -52,7 +52,7 @@ class Ports:
         self._prometheus_start = self._next_prometheus = prometheus_start
 
     def allocate(self, taken: Container[int], own: int | None = None) -> int:
-        """A free port of the range that is not in `taken`, and not `own`.
+        """Return a free port of the range that is not in `taken`, and not `own`.
 
         The search continues after the last result, so that a released port is not reused at once.
 
@@ -85,7 +85,7 @@ class Ports:
         return port
 
     def check_holders(self, port: int, holders: Mapping[int, str]) -> None:
-        """Check `port` against instances and the daemon, bound or not.
+        """Check `port` against instances and the daemon, whether or not it is bound.
 
         Raises:
             PortConflict: one of them has it.
@@ -99,7 +99,7 @@ class Ports:
         return port not in taken and port != own and port not in self._reserved and is_free(self._host, port)
 
     def allocate_prometheus(self, taken: Container[int], own: int | None = None) -> int:
-        """A free port from `prometheus_start` upwards; after the last port the search begins again at the first.
+        """Return a free port from `prometheus_start` upwards; after the last port the search continues at the first.
 
         Raises:
             PortAllocationFailed: none of the next thousand is free.
@@ -116,7 +116,7 @@ class Ports:
 
 
 def is_free(host: str, port: int) -> bool:
-    """True if a listener could be bound now; connections in TIME_WAIT do not prevent it."""
+    """True if a listener could bind now; connections in TIME_WAIT do not prevent it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -164,7 +164,7 @@ def check_model(worker: WorkerSpec) -> None:
 
 
 class Present:
-    """The names and ports of the instances beside which another one is validated."""
+    """The names and ports of the existing instances, for the validation of a new one."""
 
     def __init__(self, specs: Iterable[InstanceSpec] = ()) -> None:
         self.names: set[str] = set()
@@ -173,7 +173,7 @@ class Present:
             self.add(spec)
 
     def add(self, spec: InstanceSpec) -> None:
-        """One more instance."""
+        """Add an instance."""
         self.names.add(spec.name)
         self.holders |= {port: spec.name for port in (spec.port, spec.prometheus_port) if port}
 
@@ -193,7 +193,7 @@ class InstanceValidator:
         )
 
     def admit(self, request: InstanceSpec, present: Present) -> InstanceSpec:
-        """A new request with its ports resolved, beside the instances that are present.
+        """Return a new request with its ports resolved, validated against the present instances.
 
         Raises:
             InvalidInstanceName, ValidationError, InvalidConfig, InvalidPort: It is invalid in itself.
@@ -203,7 +203,7 @@ class InstanceValidator:
         return self._with_ports(request, present)
 
     def check_admission(self, request: InstanceSpec, present: Present, own: Container[int | None] = ()) -> None:
-        """Like `admit`, without taking ports; the `own` ones are those of an instance that it replaces.
+        """Like `admit`, without taking ports; `own` are the ports of the instance that it replaces.
 
         Raises:
             As `admit`, but PortAllocationFailed.
@@ -218,7 +218,7 @@ class InstanceValidator:
             raise PortConflict(request.prometheus_port, "its own port")
 
     def readmit(self, spec: InstanceSpec, present: Present) -> InstanceSpec:
-        """Like `admit`, for an instance of an earlier start: its own live worker may hold its port."""
+        """Like `admit`, for an instance from an earlier start: its own live worker may hold its port."""
         self._check(spec, present)
         for port in filter(None, (spec.port, spec.prometheus_port)):
             self._ports.check_holders(port, present.holders)
@@ -241,7 +241,7 @@ class InstanceValidator:
 
 
 def _own_ports(settings: Settings) -> dict[int, str]:
-    """The daemon's own ports, and what each is."""
+    """Return the daemon's own ports, with a description of each."""
     own = {listener.port: f"the {listener.noun} port" for listener in settings.listeners()}
     if settings.cluster.address:
         own |= dict.fromkeys(settings.cluster.ray_ports, "Ray")

@@ -1,4 +1,4 @@
-"""One worker process from launch or adoption to exit, reported as events; its health probes."""
+"""Runs one worker process from launch or adoption to exit, reported as events; probes its health."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from teimgr.wire.routing.directory import Directory
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 5.0
-# A probe without an answer of the worker's event loop fails after this time; on a loaded machine a healthy one may be
-# late once. After a failed probe the next ones follow at this distance at most, and not at the interval: three
+# A probe that the worker's event loop does not answer fails after this time; a healthy worker on a loaded machine may
+# be late once. After a failed probe the next ones follow at most this far apart, instead of at the interval: three
 # failures, the default limit, take under five seconds.
 ANSWER_LIMIT_S = 1.4
 _RETRY_PAUSE_S = 0.2
-# A worker that is healthy and not busy answers a probe within this time; only others get a second request.
+# A healthy worker that is not busy answers a probe within this time; only others get a second request.
 _AT_ONCE_S = 0.3
 # A worker that does not confirm a handover within this time hangs, and is killed.
 _HANDOVER_LIMIT_S = 10.0
@@ -60,7 +60,7 @@ class ProbePlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """What a worker says about its memory; None for what it does not report. `device_bytes` are its allocator's."""
+    """The memory that a worker reports; None for values that it does not report. `device_bytes` are its allocator's."""
 
     resident_bytes: int
     private_bytes: int | None = None
@@ -68,7 +68,7 @@ class MemoryReading:
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> MemoryReading | None:
-        """That of an answer to PROBE or STATS; None of a worker that reports none.
+        """Read an answer to PROBE or STATS; None if the worker reports no memory.
 
         Raises:
             ValueError, TypeError: it cannot be read.
@@ -80,7 +80,7 @@ class MemoryReading:
 
 
 class Usage(NamedTuple):
-    """Calls of a worker, messages of streams included: all since its start, and those under way."""
+    """Calls of a worker, including messages of streams: all since its start, and those in flight."""
 
     calls: int
     under_way: int
@@ -90,8 +90,8 @@ class WorkerRun:
     """Holds one worker's process handle and control link, probes it, and ends it.
 
     `plan` waits for a load slot and makes the spec. `post` gets the events, in the event loop; `Exited` is the last.
-    `on_memory` gets what the worker says about its memory, None for nothing, once it is ready, with True for a new one,
-    and after each good probe.
+    `on_memory` gets the memory that the worker reports, or None: once it is ready, with True for a new worker, and
+    after each good probe.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WorkerRun:
         self._post = post
         self._on_memory = on_memory
         self.alarm: str | None = None
-        """What held the worker's event loop recently, by its watchdog."""
+        """What blocked the worker's event loop recently, by its watchdog."""
         self._link: ControlLink | None = None
         self._threads: CpuThreads | None = None
         self._sent_threads: CpuThreads | None = None  # over the present link
@@ -129,7 +129,7 @@ class WorkerRun:
         return self.status is not None and self.status.state == "ready"
 
     async def run(self) -> None:
-        """Return when the process is gone; never raises, as every error is a way in which the worker ended."""
+        """Return when the process has ended; never raises, since every error is a way in which the worker ended."""
         try:
             exit = await self._run()
         except LaunchFailed as error:
@@ -143,7 +143,7 @@ class WorkerRun:
         self._post(Exited(exit, random.random()))
 
     async def usage(self) -> tuple[Usage, MemoryReading | None] | None:
-        """The calls and the memory that the worker reports; None if it does not answer."""
+        """Return the calls and the memory that the worker reports; None if it does not answer."""
         if (link := self._link) is None:
             return None
         try:
@@ -154,14 +154,14 @@ class WorkerRun:
             return None
 
     async def left_ports(self) -> None:
-        """Return when a worker that hands over answers no new request on its ports, or is gone."""
+        """Return when a worker that hands over answers no new request on its ports, or has ended."""
         if self._handover:
             await self._left_ports.wait()
 
     def end(self, grace_s: float, *, handover: bool = False) -> None:
         """Let the worker finish its calls within `grace_s`, then kill it. A later call may shorten the grace.
 
-        With `handover` its successors get its connections, which `left_ports` waits for.
+        With `handover` its successors get its connections; `left_ports` waits for that.
         """
         self._grace_s = grace_s
         self._handover |= handover
@@ -190,7 +190,7 @@ class WorkerRun:
                 await asyncio.wait({waiting, self._stuck}, return_when=asyncio.FIRST_COMPLETED)
                 exit = waiting.result() if waiting.done() else self._stuck.result()
             finally:
-                self._tasks = None  # `end` has nothing left to do
+                self._tasks = None  # nothing is left for `end` to do
                 waiting.cancel()
             link.cancel()
             probes.cancel()
@@ -231,7 +231,7 @@ class WorkerRun:
     # Stop
 
     def _begin_stop(self, handle: WorkerHandle, grace_s: float) -> None:
-        """Have the worker drain, by DRAIN on its link or by SIGTERM, and kill it after the grace."""
+        """Make the worker drain, by DRAIN on its link or by SIGTERM, and kill it after the grace."""
         assert self._tasks is not None
         drains = False
         if grace_s > 0 and self._link is not None and self._link.is_open:
@@ -259,7 +259,7 @@ class WorkerRun:
     # Control link
 
     async def _keep_link(self, handle: WorkerHandle) -> None:
-        """Stay connected until cancelled; the handle sees the end of the process."""
+        """Stay connected until cancelled; the handle notices the end of the process."""
         pause_s = RECONNECT_FIRST_S
         while True:
             lost = asyncio.Event()
@@ -333,7 +333,7 @@ class WorkerRun:
                 self._on_memory(prober.memory, False)
 
     async def _read_memory_at_start(self) -> None:
-        """Pass on the first reading, or that it is missing; a later one counts as that of a running worker."""
+        """Pass on the first memory reading, or None; later readings count as those of a running worker."""
         found = None
         try:
             if self._link is not None:
@@ -344,7 +344,7 @@ class WorkerRun:
 
 
 class NoAnswer(DeadlineExceeded):
-    """The event loop of the worker did not answer, whatever its device does."""
+    """The worker's event loop did not answer, whatever its device does."""
 
 
 class Prober:
@@ -352,17 +352,17 @@ class Prober:
 
     def __init__(self, timeout_s: float) -> None:
         self.memory: MemoryReading | None = None
-        """The worker's as of the last good probe; None before, and of a worker that reports none."""
+        """The worker's memory at the last good probe; None before that, and if it reports none."""
         self.alarm: str | None = None
-        """A sentence of the watchdog of the worker's event loop, as of the last good probe."""
+        """A sentence of the worker's loop watchdog at the last good probe."""
         self._timeout_s = timeout_s
         self._batches: int | None = None
 
     async def probe(self, link: ControlLink | None) -> None:
-        """Check the worker; returns when it is healthy.
+        """Check the worker; return when it is healthy.
 
         Raises:
-            TeimgrError: it is not; the message is the reason.
+            TeimgrError: it is not healthy; the message is the reason.
         """
         if link is None:
             raise Unavailable("the worker's control link is down")
@@ -370,7 +370,7 @@ class Prober:
         answer = link.begin(Method.PROBE, payload, timeout_s=self._timeout_s)
         try:
             if not (await asyncio.wait((answer,), timeout=_AT_ONCE_S))[0]:
-                # The device may be busy for long; the process, unless it was stopped, answers soon.
+                # The device may be busy for long; the process answers soon unless it was stopped.
                 try:
                     await link.call(Method.STATS, timeout_s=min(self._timeout_s, ANSWER_LIMIT_S) - _AT_ONCE_S)
                 except DeadlineExceeded as error:
@@ -408,7 +408,7 @@ class FleetProber:
         self._identity = identity
 
     async def probe(self, name: str) -> list[ProbeResult]:
-        """A result for each worker of the instance that serves; none where the instance does not run."""
+        """Return a result for each serving worker of the instance; empty if the instance does not run."""
         entries = [entry for entry in self._directory.snapshot().entries if entry.name == name]
         return list(await asyncio.gather(*(self._probe(each) for entry in entries for each in entry.endpoints)))
 
