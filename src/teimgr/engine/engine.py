@@ -74,7 +74,9 @@ _HANG_FACTOR = 10.0
 
 
 class Engine:
-    """A served model, made by `load`. Methods may be called from any thread, `stats` and `detect_hang` from one."""
+    """One served model on one device, made by `load`. Any thread may call its methods, except `stats` and
+    `detect_hang`, which belong to one thread.
+    """
 
     def __init__(
         self,
@@ -140,11 +142,11 @@ class Engine:
     ) -> Engine:
         """Load and start a model; blocks until its first self-test has passed.
 
-        `deliver` is called once per batch, by one thread at a time, with the jobs that became complete; `on_fault` on
-        any thread, once, with the reason why the engine is unhealthy and must be replaced.
+        `deliver` is called once per batch, by one thread at a time, with the jobs that the batch completed. `on_fault`
+        is called once, on any thread, with the reason why the engine is unhealthy and must be replaced.
 
         Raises:
-            ModelNotFound, InvalidConfig, ModelLoadFailed: trying again changes nothing.
+            ModelNotFound, InvalidConfig, ModelLoadFailed: another attempt would fail too.
             OutOfDeviceMemory: the model does not fit.
             DeviceFailed: the device, not the model, is at fault.
         """
@@ -165,7 +167,7 @@ class Engine:
     def submit(self, job: Job, starts: bool = True) -> None:
         """Accept a job; never waits.
 
-        `starts`: False where the caller submits more now and calls `start` after the last one.
+        Pass `starts=False` to submit more jobs at once and call `start` after the last one.
 
         Raises:
             WrongModelKind, InvalidInput: see `check`.
@@ -181,15 +183,15 @@ class Engine:
         self._intake.put(job, options, starts=starts)
 
     def start(self) -> None:
-        """Begin with the jobs that were submitted without `starts`.
+        """Start the jobs that were submitted with `starts=False`.
 
-        A few queries while the engine is idle are computed and delivered by the calling thread, where the model is
-        expected to take no more than a few milliseconds for them.
+        If the engine is idle and the model takes at most a few milliseconds for a few queries, the calling thread
+        computes and delivers them.
         """
         self._intake.start()
 
     def expected_s(self, lane: Lane, jobs: Sequence[Job] = (), share: Share = EQUAL) -> float | None:
-        """Seconds, by recent throughput, until the call's own `jobs` are done; 0 if nothing waits, None if unknown.
+        """Estimate the seconds until `jobs` are done, by recent throughput; 0 if nothing waits, None if it is unknown.
 
         It is unknown if the lane had no recent backlog.
         """
@@ -200,8 +202,9 @@ class Engine:
         return (self._tokens_before(lane, share) + self._finisher.running_tokens + self._estimate(jobs)) / rate
 
     def queued_tokens(self, lane: Lane, jobs: Sequence[Job], share: Share = EQUAL) -> tuple[int, int]:
-        """Tokens that wait in `lane` before a call of `share`, and those of its `jobs`; by estimate before they are
-        tokenized."""
+        """Return the tokens that wait in `lane` before a call of `share`, and those of `jobs`; estimated for jobs that
+        are not yet tokenized.
+        """
         return self._tokens_before(lane, share), self._estimate(jobs)
 
     def _tokens_before(self, lane: Lane, share: Share) -> int:
@@ -214,7 +217,7 @@ class Engine:
         return sum([self._intake.estimate(job, self.prompts.tokenize_options(job.options)) for job in jobs])
 
     def check(self, options: InferOptions) -> TokenizeOptions:
-        """Check that the model supports `options`; how to tokenize with them.
+        """Check that the model supports `options`, and return how to tokenize with them.
 
         Raises:
             WrongModelKind: it lacks an output, or cannot normalise it.
@@ -230,11 +233,11 @@ class Engine:
         return found
 
     def picture(self, data: bytes) -> Picture:
-        """An image file as an input, by its header; it is decoded on threads of the engine.
+        """Make an input from an image file by reading its header; engine threads decode it later.
 
         Raises:
             WrongModelKind: the model takes no image.
-            InvalidInput: its format is not allowed, it is broken at its beginning, or too large.
+            InvalidInput: its format is not allowed, its beginning is broken, or it is too large.
         """
         if self.layout.dual is None:
             raise WrongModelKind(f"Backend error: the model {shown_id(self.info.model_id)} takes no image")
@@ -244,11 +247,11 @@ class Engine:
         return self.tokenizer.picture(data)
 
     def sound(self, data: bytes) -> Sound:
-        """A sound file as an input, by its header; it is decoded on threads of the engine.
+        """Make an input from a sound file by reading its header; engine threads decode it later.
 
         Raises:
             WrongModelKind: the model embeds no sounds.
-            InvalidInput: its format is not allowed, it is empty, broken at its beginning, or too long.
+            InvalidInput: its format is not allowed, it is empty or too long, or its beginning is broken.
         """
         if self.layout.sound is None:
             raise WrongModelKind(f"Backend error: the model {shown_id(self.info.model_id)} takes no sound")
@@ -262,7 +265,7 @@ class Engine:
         return completed(self.tokenized(text, add_special_tokens, prompt_name))
 
     def tokenized(self, text: str, add_special_tokens: bool, prompt_name: str | None) -> Steps[list[TokenSpan]]:
-        """Every token of prompt + text, in steps.
+        """Tokenize prompt and text into all of their tokens, as a generator of short steps.
 
         Raises:
             EmptyInput, InvalidInput, TokenizerFailed
@@ -270,7 +273,7 @@ class Engine:
         return self.tokenizer.tokenized(text, add_special_tokens, self.prompts.text(prompt_name))
 
     def answers(self, inputs: Sequence[Input], options: InferOptions, timeout_s: float) -> Job:
-        """The finished job of these inputs, whatever its errors.
+        """Compute these inputs and return the finished job, with the errors of its rows.
 
         Raises:
             DeadlineExceeded: no answer in time.
@@ -284,11 +287,11 @@ class Engine:
         return job
 
     def self_test(self, timeout_s: float) -> None:
-        """Verify the model's results: a batch finished just now, or a fixed input gives the same result as at load.
+        """Check the model's results: a batch has just finished, or a fixed input gives the same result as at load.
 
         Raises:
             DeadlineExceeded: no answer in time.
-            Unavailable: another answer than at load, or a fault was seen before.
+            Unavailable: the result differs from that at load, or a fault was seen before.
         """
         recent = time.monotonic() - self._finisher.finished_at < _RECENT_BATCH_S
         if self._fault is None and self._doubt is None and recent:
@@ -301,9 +304,10 @@ class Engine:
             raise Unavailable(self._fault)
 
     def detect_hang(self, passed_s: float) -> None:
-        """Detect a forward that hangs. Called at regular intervals by the event loop, with the length of one.
+        """Detect a forward that hangs. The event loop calls this at regular intervals and passes their length.
 
-        The intervals count, not the clock: time in which the whole process was stopped, or had no processor, does not.
+        It counts intervals rather than reading the clock, so time in which the whole process was stopped or got no
+        processor does not count.
         """
         for in_flight in self._finisher.limits:
             stall = self._stalls.get(in_flight)
@@ -346,9 +350,9 @@ class Engine:
         )
 
     def close(self, grace_s: float) -> None:
-        """Refuse new jobs, finish queued ones within `grace_s`, fail the rest, stop the threads.
+        """Refuse new jobs, finish queued ones within `grace_s`, fail the rest, and stop the threads.
 
-        Returns at most some 3 s after the grace period, leaving behind a thread that hangs in the device.
+        Returns at most about 3 s after the grace period. A thread that hangs in the device is left behind.
         """
         deadline = time.monotonic() + grace_s
         self._intake.close()
@@ -394,7 +398,9 @@ class Engine:
             self._deliver_out(others)
 
     def _on_bad_result(self) -> None:
-        """Finisher thread: run a self-test at once. A bad result fails its text alone, a wrong self-test the engine."""
+        """Run a self-test at once (finisher thread): a bad result fails only its own text, a failed self-test the
+        engine.
+        """
         now = time.monotonic()
         busy = self._doubt is not None or now - self._doubted_at < _BAD_RESULT_PAUSE_S
         known = None if self.layout.reads_texts else self._known_picture
@@ -407,7 +413,7 @@ class Engine:
             self._doubt = None
 
     def _compare(self, test: SelfTest) -> None:
-        """Mark the engine unhealthy where a finished self-test is wrong."""
+        """Mark the engine unhealthy if a finished self-test gave another result."""
         failure, known = test.errors.get(0), "file" if test.has_picture else "text"
         reference = self._picture_reference if test.has_picture else self._reference
         if isinstance(failure, InferenceFailed):
@@ -422,7 +428,7 @@ class Engine:
             self._on_fault(reason)
 
     def _test_picture(self) -> None:
-        """The first self-test with an image or a sound, of a model that embeds such."""
+        """Run the first self-test with an image or a sound, for a model that embeds them."""
         if self.layout.reads_files:
             from teimgr.engine.images.inputs import FileTokenizer
 
@@ -445,14 +451,16 @@ class Engine:
 
 @dataclass(slots=True)
 class Stall:
-    """Seconds without a finished batch, and the count of `departures` when it stalled."""
+    """How long no batch has finished, in seconds, and the count of `departures` when that began."""
 
     departures: int
     seconds: float = 0.0
 
 
 class AwaitedJob(Job):
-    """A job of the engine's own, which is not delivered to its caller; `done` is set when it is answered."""
+    """A job that the engine submits to itself: it is not delivered to a caller, and `done` is set when it has been
+    answered.
+    """
 
     __slots__ = ("done",)
 
@@ -462,7 +470,7 @@ class AwaitedJob(Job):
 
 
 class SelfTest(AwaitedJob):
-    """A fixed input for the first of a model's outputs: a text or a pair, or `picture`."""
+    """A fixed input for the model's first output: a text, a pair or a `picture`."""
 
     __slots__ = ("_output", "has_picture")
 
@@ -475,7 +483,7 @@ class SelfTest(AwaitedJob):
         self.allocate_results(info.dimension, len(info.labels), is_cut=info.most_dimensions > 0)
 
     def agrees_with(self, reference: SelfTest) -> bool:
-        """True if the results of both are equal, up to the effect of a batch's shape."""
+        """True if both results are equal, up to the effect of a batch's shape."""
         here, there = self._result(), reference._result()
         if here.shape != there.shape:
             return False
@@ -498,7 +506,7 @@ def _joined(thread: threading.Thread, deadline: float) -> bool:
 
 
 def thread_stacks() -> str:
-    """The Python stacks of all threads, as text."""
+    """Return the Python stacks of all threads as text."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [(names.get(ident, str(ident)), frame) for ident, frame in sys._current_frames().items()]
     return "\n".join(f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in parts)
@@ -511,7 +519,7 @@ def _of_pictures() -> tuple[type[Runner], type[Intake]]:
 
 
 def _core_load(options: EngineOptions) -> CoreLoad | None:
-    """This worker's slot among those of the host; None without a file for it, or where it cannot be made."""
+    """Return this worker's slot in the host's load file; None without a file, or if the slot cannot be made."""
     try:
         return CoreLoad(options.core_load) if options.core_load else None
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The finisher: results of a batch become rows of its jobs, and complete jobs are delivered.
+"""The finisher: writes results of a batch into the rows of its jobs, and delivers complete jobs.
 
-It has its own thread. An engine thread that has nothing else to do finishes its batch itself, which takes less
-time than to wake up another thread. One of them at a time writes results, so a job needs no lock.
+It has its own thread. An engine thread with nothing else to do finishes its batch itself, which takes less time than
+waking another thread. Only one thread writes results at a time, so a job needs no lock.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def vector_options(job: Job) -> VectorOptions:
 
 
 class InFlightLimit:
-    """Bounds the batches of one engine thread between start and finish, and counts their tokens. That thread enters;
-    it leaves where the batch did not start, else the finisher does.
+    """Bounds the batches of one engine thread between start and finish, and counts their tokens.
+
+    The engine thread enters a batch, and leaves it if it did not start; otherwise the finisher leaves it.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class InFlightLimit:
 
     @property
     def began_ns(self) -> int | None:
-        """When the oldest batch in flight began, a monotonic moment; None without one."""
+        """The monotonic moment when the oldest batch in flight began; None without one."""
         try:
             return self._batches[0].began_ns
         except IndexError:  # none is in flight, or the last one left just now
@@ -72,7 +73,7 @@ class InFlightLimit:
         return len(self._batches)
 
     def wait_for_room(self) -> bool:
-        """Wait until another batch may start; False once none may, since the finisher has ended."""
+        """Wait until another batch may start; False if the finisher has ended, so that none may."""
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or len(self._batches) < _BATCHES_IN_FLIGHT)
             return not self._abandoned
@@ -85,7 +86,7 @@ class InFlightLimit:
         return batch
 
     def leave(self, batch: BatchInFlight) -> int:
-        """The moment when `batch` left; its `began_ns` stays as it is from then on."""
+        """Remove `batch`, and return the moment; its `began_ns` does not change afterwards."""
         with self._changed:
             now_ns = time.monotonic_ns()
             place = self._batches.index(batch)
@@ -100,7 +101,7 @@ class InFlightLimit:
             return now_ns
 
     def abandon(self) -> None:
-        """Release all threads that wait for room, for good."""
+        """Release all threads that wait for room, and let none wait again."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
@@ -110,9 +111,9 @@ class InFlightLimit:
 class BatchInFlight:
     """A batch between start and finish, with the limit of its thread.
 
-    `began_ns` is a monotonic moment so that the time since is the batch's own: the batches of a thread are computed
-    one after the other, so it is not before the last one ended. One that ends before an older one was computed within
-    that one, as queries are within bulk: the older one began later by that time.
+    `began_ns` is a monotonic moment. The batches of a thread are computed one after the other, so it is never before
+    the end of the previous batch, and the time since then is the batch's own. A batch that ends before an older one was
+    computed within it, as queries are within bulk: the older one's `began_ns` is moved by that time.
     """
 
     limit: InFlightLimit
@@ -120,14 +121,17 @@ class BatchInFlight:
     began_ns: int
 
     def leave(self) -> int:
-        """The moment when it ended."""
+        """Leave the limit, and return the moment."""
         return self.limit.leave(self)
 
 
 @dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
 class HostRows:
-    """`heads.Rows` on the host: `values` are float32, `offsets` and `indices` int64. `unit` are the vectors scaled to
-    length 1, where the forward gave them too, and `are_finite` is set where it found no NaN or infinity."""
+    """`heads.Rows` on the host: `values` are float32, `offsets` and `indices` int64.
+
+    `unit` are the vectors scaled to length 1, if the forward computed them too. `are_finite` is set if the forward
+    found no NaN or infinity.
+    """
 
     values: Floats
     offsets: NDArray[np.int64] | None = None
@@ -136,7 +140,7 @@ class HostRows:
     are_finite: bool = False
 
     def finite(self) -> NDArray[np.bool_]:
-        """Which of the N texts have neither NaN nor infinity, bool [N]."""
+        """Return which of the N texts have neither NaN nor infinity, bool [N]."""
         library, values = native_library(), self.values
         is_plain = values.ndim == 2 and values.flags.c_contiguous and values.dtype == np.float32
         if self.offsets is None and library is not None and is_plain:
@@ -151,7 +155,7 @@ class HostRows:
         return np.asarray(bad_before[self.offsets[1:]] == bad_before[self.offsets[:-1]])
 
     def row(self, i: int) -> Floats:
-        """The values of text i, a copy: a small job must not keep the whole batch in memory."""
+        """Return a copy of the values of text i: a small job must not keep the whole batch in memory."""
         assert self.offsets is not None
         return np.array(self.values[self.offsets[i] : self.offsets[i + 1]])
 
@@ -165,20 +169,20 @@ class HostRows:
 
 
 def nothing_to_free() -> None:
-    """Results in their own memory need not be given back."""
+    """Do nothing: for results whose memory need not be given back."""
 
 
 def keep_nothing(rows: Mapping[Output, HostRows]) -> None:
-    """Results of which nothing is kept."""
+    """Do nothing: for results that no cache keeps."""
 
 
 @dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
 class StartedBatch:
-    """A batch started on the device; in flight until `wait` has returned the results.
+    """A batch that was started on the device; it is in flight until `wait` has returned the results.
 
-    The texts of all entries, one entry behind the other, are the texts `places` (int64 [texts]) of the results: equal
-    inputs have the same one. Where `finished` is set, vectors are cut and normalised already, by these options of all
-    jobs. Once the results are written into jobs, `keep` gets them, and then `free` gives their memory back.
+    The texts of all entries in order are the texts `places` (int64 [texts]) of the results; equal inputs share one. If
+    `finished` is set, vectors are already cut and normalised by these options, which all jobs share. After the results
+    were written into jobs, they are passed to `keep`, and `free` releases their memory.
     """
 
     entries: Sequence[QueueEntry]
@@ -193,7 +197,7 @@ class StartedBatch:
 def by_job(
     entries: Sequence[QueueEntry], places: NDArray[np.intp]
 ) -> Iterator[tuple[Job, list[QueueEntry], NDArray[np.intp]]]:
-    """The jobs in their order, each with its entries and the `places` of these."""
+    """Return the jobs in order, each with its entries and their `places`."""
     if len(entries) == 1:
         yield entries[0].job, [entries[0]], places
         return
@@ -213,7 +217,7 @@ def _concatenated(parts: Sequence[NDArray[np.intp]]) -> NDArray[np.intp]:
 
 @dataclass(frozen=True, slots=True)
 class KnownBatch:
-    """Texts whose results are known: those of all entries, one behind the other, are the texts `places` of `rows`."""
+    """Texts whose results are known: the texts of all entries in order are the texts `places` of `rows`."""
 
     entries: Sequence[QueueEntry]
     places: NDArray[np.intp]
@@ -233,7 +237,7 @@ Work = StartedBatch | KnownBatch | Failures
 
 @dataclass(slots=True)
 class LaneStats:
-    """One lane of the engine. In `queued_tokens` untokenized jobs count by estimate."""
+    """The figures of one lane. `queued_tokens` counts jobs that are not tokenized by estimate."""
 
     queued_texts: int = 0
     queued_tokens: int = 0
@@ -316,7 +320,7 @@ class Finisher:
         self.quickest_s = math.inf
 
     def new_limit(self) -> InFlightLimit:
-        """The bound on the batches in flight of one more thread that starts them; not called once `run` has begun."""
+        """Return the limit for one more thread that starts batches. Must not be called once `run` has begun."""
         self.limits.append(InFlightLimit())
         return self.limits[-1]
 
@@ -325,7 +329,7 @@ class Finisher:
         return sum([limit.tokens for limit in self.limits])
 
     def busy_s(self) -> float:
-        """Time with a batch on the device, that of running ones included; it never falls. One thread asks."""
+        """Seconds with a batch on the device, running ones included; never falls. Only one thread may read it."""
         done_s, counted_ns = self.stats.busy_s, self._counted_ns
         if running := [moment for limit in self.limits if (moment := limit.began_ns) is not None]:
             done_s += max(0, time.monotonic_ns() - max(counted_ns, min(running))) / 1e9
@@ -334,11 +338,12 @@ class Finisher:
 
     @property
     def is_free(self) -> bool:
-        """True if nothing is being finished or waits for that."""
+        """True if no item is being finished or waits."""
         return self._inbox.empty() and not self._finishing.locked()
 
     def put(self, work: Work | None, timeout_s: float = math.inf) -> bool:
-        """Hand over; waits while the finisher is `_HANDOVER` items behind. False: timed out, or the finisher ended."""
+        """Hand over an item; waits while the finisher is `_HANDOVER` items behind. False if that timed out, or it has
+        ended."""
         deadline = time.monotonic() + timeout_s
         while not self._ended.is_set() and (left_s := deadline - time.monotonic()) > 0:
             try:
@@ -349,7 +354,7 @@ class Finisher:
         return False
 
     def put_known(self, batch: KnownBatch) -> None:
-        """Write results that need no computing: on this thread where it is free, else on the finisher's."""
+        """Write results that need no computing: on this thread if the finisher is free, else on the finisher's."""
         if self._ended.is_set() or not self._finishing.acquire(blocking=False):
             self.put(batch)
             return
@@ -361,7 +366,7 @@ class Finisher:
     def finish_here(self, batch: StartedBatch) -> bool:
         """Finish a batch on the thread that started it.
 
-        False where another thread is finishing, or has to finish one that this thread started before.
+        Returns False if another thread is finishing, or has yet to finish an earlier batch of this thread.
         """
         if self._ended.is_set() or batch.in_flight.limit.batches > 1 or not self._finishing.acquire(blocking=False):
             return False
@@ -372,18 +377,18 @@ class Finisher:
         return True
 
     def device_failed(self, reason: str) -> None:
-        """From any thread: the device reported a fault that lasts."""
+        """Note that the device reported a lasting fault; may be called from any thread."""
         if self.fault is None:
             self.fault = reason
             self._on_fault(reason)
 
     def close(self, timeout_s: float) -> None:
-        """Let `run` return after everything handed over; abandon it if it is still behind after `timeout_s`."""
+        """Let `run` return after all that was handed over; abandon it if it is still behind after `timeout_s`."""
         if not self.put(None, timeout_s):
             self.abandon()
 
     def abandon(self) -> None:
-        """Let `run` return after its current item, however long that takes, and release all that wait for it."""
+        """Let `run` return after its current item, however long that takes, and release all waiting threads."""
         self._ended.set()
         for limit in self.limits:
             limit.abandon()
@@ -396,8 +401,10 @@ class Finisher:
             self.abandon()
 
     def _finish_next(self) -> bool:
-        """Wait for the next item and finish it; False at the end. Its own call: while the thread waits, no
-        variable keeps the job before in memory."""
+        """Wait for the next item and finish it; False at the end.
+
+        It is a separate call so that no variable keeps the previous job in memory while the thread waits.
+        """
         if (work := self._inbox.get()) is None:
             return False
         with self._finishing:
@@ -424,7 +431,7 @@ class Finisher:
                 log.exception("delivering %d jobs failed", len(complete))
 
     def _write(self, batch: StartedBatch) -> list[Job]:
-        """Write results into their jobs; returns each job once."""
+        """Write results into their jobs, and return each job once."""
         try:
             rows = batch.wait()
         except RuntimeError as error:  # CUDA reports a fault at synchronisation, after the launch went well
@@ -512,27 +519,28 @@ class Finisher:
         self.finished_at = time.monotonic()
 
     def least_token_s(self) -> float:
-        """Seconds that a token takes at least: half of those in the quickest recent batch, 0 without one.
+        """Return the least seconds that a token takes: half of those in the quickest recent batch, 0 without one.
 
-        Half, since a batch may get more threads or a core for itself; without the overhead of a batch, shared by texts.
+        Half, since a batch may get more threads or a core for itself, and without the overhead of a batch, which its
+        texts share.
         """
         is_known = time.monotonic() - self.finished_at < _KNOWN_FOR_S
         return self.quickest_s / 2 if is_known else 0.0
 
     def forward_limit_s(self, tokens: int, floor_s: float, factor: float) -> float:
-        """How long batches of `tokens` in flight may take: `factor` times what the slowest recent one took."""
+        """Return how long batches of `tokens` in flight may take: `factor` times the slowest recent batch."""
         return max(floor_s, factor * self.slowest_s * (tokens + _BATCHES_IN_FLIGHT * BATCH_OVERHEAD_TOKENS))
 
 
 def failed_rows(entries: Sequence[QueueEntry], error: TeimgrError) -> list[tuple[Job, int, TeimgrError]]:
-    """All rows of `entries`, with the error of all."""
+    """Return all rows of `entries`, each with `error`."""
     return [(entry.job, row, error) for entry in entries for row in entry.rows.tolist()]
 
 
 def _written(
     results: BatchResults, job: Job, texts: NDArray[np.intp], rows: NDArray[np.intp]
 ) -> dict[int, InferenceFailed]:
-    """Like `BatchResults.write`; where it raises, by an overflow for example, only the texts at fault fail."""
+    """Write like `BatchResults.write`; if that raises, for example by an overflow, only the texts at fault fail."""
     try:
         return results.write(job, texts, rows)
     except Exception as error:
@@ -609,7 +617,7 @@ class BatchResults:
 
 
 def _assign(results: Floats, rows: NDArray[np.intp], values: Floats, texts: NDArray[np.intp]) -> None:
-    """`results[rows] = values[texts]`; of one row without the cost of indexing by arrays."""
+    """Set `results[rows]` to `values[texts]`; for one row without the cost of indexing by arrays."""
     if len(rows) == 1:
         results[rows[0]] = values[texts[0]]
     else:

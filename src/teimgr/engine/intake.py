@@ -1,10 +1,10 @@
-"""Where jobs enter the engine: their rows are tokenized and become entries of the queue.
+"""Intake of jobs into the engine: their rows are tokenized and become entries of the queue.
 
-A few queries that come while nothing else waits are tokenized on the thread that brings them, and where the model is
-fast computed there too (`Intake.start`): that takes less time than to wake up other threads.
+If nothing else waits, a few queries are tokenized on the calling thread, and computed there too if the model is fast
+(`Intake.start`): that takes less time than waking other threads.
 
-Everything else is tokenized by two threads. One takes all small jobs that wait in one call of the library, and big ones
-in chunks, so that a query never waits for a whole file of texts. The other one takes long texts, in as many calls as
+Everything else is tokenized by two threads. The first takes all small jobs that wait in one call of the library, and
+large ones in chunks, so a query never waits for a whole file of texts. The second takes long texts, in as many calls as
 their cuts need (`engine/text/truncation.py`), so no other text waits for them. Rows that cannot be tokenized go
 straight to the finisher as failures.
 """
@@ -50,7 +50,7 @@ _CHARS_PER_TOKEN = 3  # for the estimate before tokenization; few texts have sho
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A job, the next of its rows to tokenize, and the estimated tokens of those that are not tokenized."""
+    """A job that is not fully tokenized: its next row, and the estimated tokens of the rows that are left."""
 
     job: Job
     options: TokenizeOptions
@@ -64,7 +64,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Rows to tokenize together: of each job a range, which is its next."""
+    """Rows to tokenize together: from each job, its next range of rows."""
 
     parts: list[tuple[_Pending, range]] = field(default_factory=list)
     empty: list[Job] = field(default_factory=list)
@@ -76,7 +76,7 @@ class _Chunk:
         return self.texts >= _CHUNK_TEXTS or self.chars >= _CHUNK_CHARS
 
     def take(self, pending: _Pending) -> None:
-        """Add rows of a job until it, the room, or the row before a long text ends."""
+        """Add rows of a job until the job or the room ends, or a long text follows."""
         begin, job = pending.next_row, pending.job
         inputs = job.inputs
         end = limit = min(len(inputs), begin + _CHUNK_TEXTS - self.texts)
@@ -104,21 +104,21 @@ class _Chunk:
 
 
 class QueryRunner(Protocol):
-    """What computes queries, on its own thread or, where it can, on the one that brings them."""
+    """Interface of the runner that computes queries, on its own thread or on the thread that calls it."""
 
     def is_idle(self) -> bool:
         """True if nothing is computed and no query is in the queue."""
 
     def serve_queries(self, entries: list[QueueEntry]) -> bool:
-        """Compute and deliver queries on the calling thread; False, and nothing done, where that is not allowed."""
+        """Compute and deliver queries on the calling thread; False, with nothing done, if that is not allowed."""
 
 
 class Intake:
-    """Accepts jobs on any thread; `run` is the tokenizer thread's body, until closed and empty, or abandoned, and
-    `run_long` that of the thread for long texts.
+    """Accepts jobs on any thread. `run` is the body of the tokenizer thread, until closed and empty, or abandoned;
+    `run_long` is that of the thread for long texts.
 
-    `limit_tokens` bounds each lane; it only protects the engine itself, servers limit their callers before. Cancelled
-    jobs count until their turn comes. `queries` computes the queries that `start` tokenizes.
+    `limit_tokens` bounds each lane. It only protects the engine itself: servers limit their callers before. A cancelled
+    job counts until its turn comes. `queries` computes the queries that `start` tokenizes.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Intake:
     def put(self, job: Job, options: TokenizeOptions, bounded: bool = True, starts: bool = True) -> None:
         """Accept `job` without waiting. An empty lane accepts a job of any size.
 
-        `starts`: False where the caller puts more jobs now and calls `start` after the last one.
+        Pass `starts=False` to put more jobs at once and call `start` after the last one.
 
         Raises:
             Overloaded: too much waits in the job's lane.
@@ -167,10 +167,10 @@ class Intake:
                 self._changed.notify()
 
     def start(self) -> None:
-        """Begin with the jobs that were put without `starts`.
+        """Start the jobs that were put with `starts=False`.
 
-        A few queries while the engine is idle are tokenized on the calling thread, and computed and delivered there
-        where the model is fast.
+        If the engine is idle, a few queries are tokenized on the calling thread; if the model is fast, they are also
+        computed and delivered there.
         """
         with self._changed:
             if not (self._are_few_queries() and self._tokenizing.acquire(blocking=False)):
@@ -193,8 +193,10 @@ class Intake:
             pass
 
     def _tokenize_next(self) -> bool:
-        """Wait for the next chunk, tokenize it and pass it on; False at the end. Its own call: while the thread
-        waits, no variable keeps the jobs before in memory."""
+        """Wait for the next chunk, tokenize it and pass it on; False at the end.
+
+        It is a separate call so that no variable keeps the previous jobs in memory while the thread waits.
+        """
         if (chunk := self._next_chunk()) is None:
             return False
         with self._tokenizing:
@@ -209,7 +211,7 @@ class Intake:
         return True
 
     def _tokenize_next_long(self) -> bool:
-        """Like `_tokenize_next`, for long texts."""
+        """Tokenize the next long texts, like `_tokenize_next`."""
         if (chunk := self._next_long()) is None:
             return False
         with short_turns():
@@ -227,8 +229,9 @@ class Intake:
             self._finisher.put(Failures(failures, empty))
 
     def _tokenize_queries(self, chunk: _Chunk) -> list[QueueEntry]:
-        """Tokenize queries. Those that cannot be are left to the tokenizer thread, since the finisher may have to be
-        waited for."""
+        """Tokenize queries. Those that fail are left to the tokenizer thread, since the finisher may have to be waited
+        for.
+        """
         try:
             entries, failures = self._tokenize(chunk)
         except BaseException:  # a panic of the library, which ends the thread that meets it: not this one
@@ -250,7 +253,7 @@ class Intake:
             self._changed.notify()
 
     def _count_tokenized(self, parts: Iterable[tuple[_Pending, range]]) -> None:
-        """Rows are counted by their tokens, in the queue, no longer by estimate."""
+        """Count rows by their tokens, in the queue, instead of by estimate."""
         with self._changed:
             for pending, rows in parts:
                 tokenized = pending.estimate * len(rows) // (len(pending.job.inputs) - rows.start)
@@ -258,7 +261,7 @@ class Intake:
                 self._estimates[pending.job.lane] -= tokenized
 
     def _are_few_queries(self) -> bool:
-        """True if all that waits are queries, and few enough for an event loop to tokenize."""
+        """True if only queries wait, and few enough for an event loop to tokenize."""
         waiting = self._inbox[Lane.INTERACTIVE]
         if self._inbox[Lane.BULK] or not 0 < len(waiting) <= _AT_ONCE_TEXTS:
             return False
@@ -271,17 +274,17 @@ class Intake:
         return chars <= _AT_ONCE_CHARS and self._queries.is_idle()
 
     def estimate(self, job: Job, options: TokenizeOptions) -> int:
-        """Tokens of a job, before it is tokenized."""
+        """Estimate the tokens of a job before it is tokenized."""
         texts = len(job.inputs)
         chars = job.chars + texts * len(options.prompt)
         return min(chars // _CHARS_PER_TOKEN, texts * self._tokenizer.max_length) + texts
 
     def waiting(self, lane: Lane) -> int:
-        """Estimated tokens of the rows in `lane` that are not yet tokenized."""
+        """Return the estimated tokens of the rows in `lane` that are not yet tokenized."""
         return self._estimates[lane]
 
     def waiting_before(self, lane: Lane, share: Share) -> int:
-        """Those of `waiting` whose turn is before that of a further job of a tenant."""
+        """Return the part of `waiting` whose turn comes before that of a further job of a tenant."""
         with self._changed:
             return int(self._estimates[lane] * self._inbox[lane].part_before(share.tenant))
 
@@ -301,7 +304,7 @@ class Intake:
             self._long_changed.notify()
 
     def drain(self, error: TeimgrError) -> list[tuple[Job, int, TeimgrError]]:
-        """Remove the rows that were never tokenized, and return them with `error`, as the failures that they are."""
+        """Remove the rows that were never tokenized, and return them as failures with `error`."""
         with self._changed:
             left = [(p, range(p.next_row, len(p.job.inputs))) for lane in Lane for p in self._inbox[lane]]
             long = [item for lane in Lane for item in self._long[lane].items()]
@@ -327,7 +330,7 @@ class Intake:
             return self._fill(self._inbox[self._next_lane(ready)])
 
     def _next_long(self) -> _Chunk | None:
-        """Long texts to tokenize together: one of each job in turn, so that none waits for all those of another."""
+        """Return long texts to tokenize together: one per job in turn, so that none waits for all of another job."""
         with self._long_changed:
             self._long_changed.wait_for(
                 lambda: (
@@ -366,7 +369,7 @@ class Intake:
         return not any(self._inbox.values())
 
     def _ready(self) -> list[Lane]:
-        """Lanes with jobs to tokenize; the others wait, where the queue has enough of them."""
+        """Return the lanes with jobs to tokenize; a lane waits while the queue has enough of its texts."""
         return [lane for lane in Lane if self._inbox[lane] and self._queue.has_room(lane)]
 
     def _next_lane(self, ready: list[Lane]) -> Lane:
@@ -380,14 +383,14 @@ class Intake:
             self._changed.notify()
 
     def room_was_made(self) -> None:
-        """Entries have left the queue."""
+        """Note that entries have left the queue."""
         with self._changed:
             self._changed.notify()
             if self._has_long():
                 self._long_changed.notify()
 
     def _fill(self, inbox: TenantTurns[_Pending]) -> _Chunk:
-        """Rows from the front of `inbox`; a job that does not fit into this chunk goes to the back."""
+        """Take rows from the front of `inbox`; a job that does not fit into this chunk goes to the back."""
         chunk = _Chunk()
         while inbox and not chunk.full:
             pending = inbox.popleft()
@@ -414,7 +417,7 @@ class Intake:
         return chunk
 
     def _set_long_aside(self, pending: _Pending) -> None:
-        """Leave the long texts at the front of what is left of a job to their thread."""
+        """Move the long texts at the front of a job's remaining rows to their own thread."""
         inputs, row = pending.job.inputs, pending.next_row
         while row < len(inputs) and _length(inputs, row) > _LONG_CHARS:
             row += 1
@@ -425,7 +428,7 @@ class Intake:
             self._long_changed.notify()
 
     def _tokenize(self, chunk: _Chunk) -> tuple[list[QueueEntry], list[tuple[Job, int, TeimgrError]]]:
-        """The entries of a chunk, and the rows that cannot be tokenized; jobs that are refused join its empty ones."""
+        """Return the entries of a chunk, and the rows that cannot be tokenized; refused jobs are among these."""
         entries: list[QueueEntry] = []
         failures: list[tuple[Job, int, TeimgrError]] = []
         groups: dict[TokenizeOptions, list[tuple[Job, range]]] = {}
@@ -451,7 +454,7 @@ class Intake:
         return _enqueued(entries), failures
 
     def _tokenized(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
-        """Like `TextTokenizer.encode_all`; where that raises, only the inputs at fault fail."""
+        """Tokenize like `TextTokenizer.encode_all`; if that raises, only the inputs at fault fail."""
         try:
             return self._tokenizer.encode_all(inputs, options)
         except Exception as error:
@@ -469,12 +472,12 @@ def _enqueued(entries: list[QueueEntry]) -> list[QueueEntry]:
 
 
 def _are_short(job: Job) -> bool:
-    """True if none of its texts is a long one, as far as that is known without a look at each."""
+    """True if no text is long, as far as that is known without looking at each."""
     return job.chars <= _LONG_CHARS and type(job.inputs) is list
 
 
 def _length(inputs: Sequence[Input], row: int) -> int:
-    """Characters of an input, or bytes where they are known without making it."""
+    """Return the characters of an input, or its bytes if they are known without decoding it."""
     if isinstance(inputs, TextColumn):
         return int(inputs.offsets[row + 1] - inputs.offsets[row])
     return characters(inputs[row])
@@ -484,7 +487,7 @@ _Parts = Sequence[tuple[Job, range]]
 
 
 def _tokenized_together(parts: _Parts) -> Iterator[_Parts]:
-    """The parts by call of the tokenizer: a column of texts is one on its own."""
+    """Split the rows into parts that one call of the tokenizer takes; a column of texts is a separate part."""
     if lists := [part for part in parts if not isinstance(part[0].inputs, TextColumn)]:
         yield lists
     if len(lists) < len(parts):
@@ -499,7 +502,7 @@ def _inputs_of(parts: _Parts) -> Sequence[Input]:
 
 
 def _refuse_pairs(job: Job, rows: range, tokenized: TokenizedTexts, begin: int) -> None:
-    """Fail the pairs among the `rows` of a job with a prompt; the first of them is input `begin` of `tokenized`."""
+    """Fail the pairs among the `rows` of a job with a prompt. Their first row is input `begin` of `tokenized`."""
     if isinstance(job.inputs, TextColumn):
         return
     for place, row in enumerate(rows, begin):

@@ -25,11 +25,11 @@ class Lane(StrEnum):
 
 
 class Output(StrEnum):
-    """The kinds of result; a job may request several of one forward.
+    """The kinds of result; a job may request several from one forward.
 
-    DENSE one vector · SPARSE a weight per vocabulary entry · TOKENS the last hidden state of every token, special ones
-    and prompt included, of a token classifier the logits of its labels · MULTI_VECTOR a projected, normalised vector
-    per kept token, for late interaction · SCORES a number per label.
+    DENSE one vector · SPARSE a weight per vocabulary entry · TOKENS the last hidden state of every token, special
+    tokens and prompt included; for a token classifier the logits of its labels · MULTI_VECTOR a projected, normalised
+    vector per kept token, for late interaction · SCORES a number per label.
     """
 
     DENSE = "dense"
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MediaFile:
-    """An image or a sound among the inputs: its file, with its format by its header.
+    """An image or a sound as an input: its file, and the format that its header names.
 
     It takes `tokens` of the forward. `digest` is the SHA-256 of the file: equal files have equal results.
     """
@@ -73,7 +73,7 @@ class MediaFile:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Picture(MediaFile):
-    """An image, with its size in pixels by its header."""
+    """An image, with the size in pixels that its header names."""
 
     width: int
     height: int
@@ -81,16 +81,16 @@ class Picture(MediaFile):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Sound(MediaFile):
-    """A sound, with its length by its header."""
+    """A sound, with the length that its header names."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """A text with images as one input, of a model that reads both: the images stand before the text.
+    """A text with images as one input, for a model that reads both: the images stand before the text.
 
-    `instruction` is for this input, in place of the prompt of its job.
+    `instruction` replaces the prompt of its job for this input.
     """
 
     text: str
@@ -113,7 +113,7 @@ class ContentPair(NamedTuple):
 
 
 class SparseRow(NamedTuple):
-    """The non-zero entries of a vector: uint32 [K] ascending, float32 [K]."""
+    """The non-zero entries of a vector: indices uint32 [K], ascending, and values float32 [K]."""
 
     indices: NDArray[np.uint32]
     values: NDArray[np.float32]
@@ -125,14 +125,14 @@ Input = str | Pair | NDArray[np.int32] | MediaFile | Content | ContentPair | Non
 
 
 class Share(NamedTuple):
-    """A tenant's part of a busy instance: by `weight` among those of its `priority`, of which 0 goes first."""
+    """A tenant's share of a busy instance: by `weight` among the tenants of its `priority`; priority 0 goes first."""
 
     tenant: int = 0
     weight: int = 1
     priority: int = 1
 
     def aside(self) -> Share:
-        """That of the tenant's queries which are computed in the bulk lane: they do not wait for its own bulk work."""
+        """Return the share of the tenant's queries in the bulk lane, so that they do not wait for its own bulk work."""
         return self._replace(tenant=~self.tenant)
 
 
@@ -145,38 +145,39 @@ Decided = Callable[[TeimgrError | None], None]
 
 
 class Account(Protocol):
-    """Whom a job is charged to. Any thread may call it. `is_shadowed`: it would have been refused without `shadow`."""
+    """The account that a job is charged to. Any thread may call it. `is_shadowed`: without `shadow` the job would have
+    been refused."""
 
     is_shadowed: bool
 
     @property
     def decides_later(self) -> bool:
-        """True if another host decides, so that `later` gets the decision instead of the caller of `charge`."""
+        """True if another host decides: `later` then gets the decision, rather than the caller of `charge`."""
 
     def charge(self, tokens: int, later: Decided | None = None) -> TeimgrError | None:
-        """Charge the tokens of the whole job before one is computed; the reason where that is refused."""
+        """Charge the tokens of the whole job before any is computed; returns the reason if it is refused."""
 
     def took(self, tokens: int) -> None:
-        """Tokens of the job have left the queue for a batch."""
+        """Note that tokens of the job have left the queue for a batch."""
 
     def settle(self, computed: int | None) -> None:
-        """The job is over: refund what was not computed; None: what was not taken. No-op where it was called before."""
+        """End the job: refund what was not computed, or with None what was not taken. A second call does nothing."""
 
 
 class ZeroVector(EmptyInput):
-    """The text has no tokens; its dense vector is zero, and it has no other result."""
+    """The text has no tokens: its dense vector is zero, and it has no other result."""
 
 
 class InferOptions(NamedTuple):
     """The options of a call, the same for all its inputs.
 
     `dimensions` keeps that many leading values of the dense vector, before `normalize` scales it to length 1; both
-    concern DENSE alone; None keeps as many as the model's files say. A text that is too long loses its end, or its
-    beginning where `truncation_left`, or where the model's files ask for it and the request does not name a side
-    (`names_side`). `prompt` is the text of a prompt, in place of one by name. `raw_scores` skips the model's
-    activation: logits. On a late-interaction model `prompt_name` "query" or "document" chooses the role, "document"
-    where it is None. `listed`: the pairs with the same query are a list, which a listwise reranker scores together. Of
-    the vectors per token of a document 1 / `pool_factor` are left, by who encodes the answer (`token_pooling`).
+    concern only DENSE. None keeps as many as the model's files say. A text that is too long loses its end, or its
+    beginning with `truncation_left`, or if the model's files ask for it and the request names no side (`names_side`).
+    `prompt` is the text of a prompt, in place of one by name. `raw_scores` skips the model's activation and returns
+    logits. On a late-interaction model `prompt_name` "query" or "document" selects the role; None is "document".
+    `listed`: pairs with the same query are a list, which a listwise reranker scores together. With `pool_factor`, the
+    encoder of the answer keeps 1 / `pool_factor` of a document's vectors per token (`token_pooling`).
     """
 
     outputs: frozenset[Output] = frozenset({Output.DENSE})
@@ -194,12 +195,13 @@ class InferOptions(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Job:
-    """Inputs, options and results of one call. Rows fail one by one: `errors` by row; a null input always fails.
+    """The inputs, options and results of one call. Rows fail one by one: `errors` maps a row to its error; a null input
+    always fails.
 
-    Where `inputs` is a `TextColumn` and the tokenizer native, no text becomes a Python object on its way to the device.
-    `deadline` is a `time.monotonic()` moment or None. `context` belongs to the caller, the engine does not use it. Only
-    the finisher writes results; they are complete when the job is delivered. Those of outputs that were not
-    requested stay empty, and rows in `errors` are zero or None:
+    If `inputs` is a `TextColumn` and the tokenizer is native, no text becomes a Python object on its way to the device.
+    `deadline` is a `time.monotonic()` moment or None. `context` belongs to the caller; the engine does not use it. Only
+    the finisher writes results; they are complete when the job is delivered. Results of outputs that were not requested
+    stay empty, and rows in `errors` are zero or None:
 
         vectors        float32 [N, dimensions]         DENSE
         scores         float32 [N, labels]             SCORES
@@ -207,12 +209,12 @@ class Job:
         tokens_of      N × float32 [tokens, hidden]    TOKENS
         multi_vectors  N × float32 [kept, projected]   MULTI_VECTOR
 
-    `share` is whose it is, `tenant` the number of whom the call is of: 0 for none, negative for the engine itself.
-    `account` is charged before the job's rows are queued; if it refuses, the job is delivered with `refused` alone.
-    `cut_to` are the dimensions that dense vectors are cut to, None for all; with `is_rounded` they become the integers
-    of the model. `chars` counts ids where an input is given as ids; the job counts where it is not given. The three
+    `share` is the share of the job's tenant, `tenant` the tenant's number: 0 for none, negative for the engine itself.
+    `account` is charged before the job's rows are queued; if it refuses, the job is delivered with only `refused`.
+    `cut_to` is the number of dimensions that dense vectors are cut to, None for all; with `is_rounded` they become the
+    model's integers. `chars` counts ids for an input that is given as ids; the job counts if it is not given. The three
     times are means over the served rows: from submission to queue, from queue to the start of the batch, and the
-    duration of the batch the row rode in.
+    duration of the row's batch.
     """
 
     inputs: Sequence[Input]
@@ -248,8 +250,10 @@ class Job:
             self.chars = total_characters(self.inputs)
 
     def allocate_results(self, dimension: int, labels: int, *, is_cut: bool = False, is_rounded: bool = False) -> None:
-        """Allocate the results that `options` request; `dimension` is that of dense vectors by default, to which they
-        have to be cut where `is_cut`. With `is_rounded` they become round(127 · tanh(x)) before any norm.
+        """Allocate the results that `options` request.
+
+        `dimension` is the default size of dense vectors, to which they have to be cut if `is_cut`. With `is_rounded`
+        they become round(127 · tanh(x)) before any norm.
         """
         self.is_rounded = is_rounded
         rows, outputs = len(self.inputs), self.options.outputs
@@ -268,19 +272,19 @@ class Job:
             self.multi_vectors = [None] * rows
 
     def cancel(self) -> None:
-        """From any thread: rows not yet started are skipped, and the job is never delivered."""
+        """Skip the rows that have not started, and never deliver the job. Any thread may call it."""
         self.cancelled = True
 
     def belongs_to(self, share: Share) -> None:
-        """Before it is submitted."""
+        """Set the tenant. Called before the job is submitted."""
         self.share = share
 
     def charge_to(self, account: Account) -> None:
-        """Before it is submitted."""
+        """Set the account. Called before the job is submitted."""
         self.account = account
 
     def refuse(self, error: TeimgrError) -> None:
-        """None of its rows will be computed; it is delivered with this error."""
+        """Refuse the whole job: none of its rows is computed, and it is delivered with this error."""
         self.refused, self.remaining = error, 0
 
     def fill(self, vectors: NDArray[np.float32], scores: NDArray[np.float32], sparse: list[SparseRow | None]) -> None:
@@ -290,7 +294,7 @@ class Job:
             self.sparse = sparse
 
     def take_scores(self, part: Job, rows: Sequence[int]) -> None:
-        """Take scores, errors and times of a delivered job whose inputs are these rows of this one."""
+        """Copy scores, errors and times from a delivered job whose inputs are these rows of this job."""
         if not self.scores.shape[1]:
             self.scores = np.zeros((len(self.inputs), part.scores.shape[1]), np.float32)
         self.scores[rows] = part.scores
@@ -302,16 +306,16 @@ class Job:
         self.inference_ns += part.inference_ns * served
 
     def take_costs(self, other: Job) -> None:
-        """Take tokens and times of a delivered job that the results of this one are made of."""
+        """Add tokens and times of a delivered job that this job's results were made from."""
         self.tokens, self.tokenization_ns = other.tokens, other.tokenization_ns
         self.queue_ns, self.inference_ns = other.queue_ns, other.inference_ns
 
     def mark_submitted(self) -> None:
-        """The times begin now."""
+        """Start the times."""
         self.submitted_ns = time.monotonic_ns()
 
     def count_served(self, rows: int, tokens: int, enqueued_ns: int, began_ns: int, duration_ns: int) -> None:
-        """Count rows of one batch, and sum their times; `enqueued_ns` is the sum of the rows' moments."""
+        """Count rows of one batch, and sum their times; `enqueued_ns` is the sum of the rows' enqueue times."""
         self.tokens += tokens
         self.remaining -= rows
         self.queue_ns += began_ns * rows - enqueued_ns
@@ -334,7 +338,7 @@ _NOT_SIZED = frozenset({Pair, ContentPair, type(None)})
 
 
 def characters(item: Input) -> int:
-    """The number of characters of an input, or of ids; 0 for null."""
+    """Return the number of characters of an input, or of its ids; 0 for null."""
     if type(item) is str:  # at once, as thousands of a request are
         return len(item)
     if item is None:
@@ -343,7 +347,7 @@ def characters(item: Input) -> int:
 
 
 def pictures_of(item: Input) -> tuple[MediaFile, ...]:
-    """The images, or the sound, in an input."""
+    """Return the images, or the sound, in an input."""
     if type(item) is str:
         return ()
     if isinstance(item, MediaFile):
@@ -354,12 +358,12 @@ def pictures_of(item: Input) -> tuple[MediaFile, ...]:
 
 
 def are_texts(inputs: Sequence[object]) -> TypeGuard[list[str]]:
-    """Whether this is a list of texts alone, as most requests have: then C can do what is done to each."""
+    """True for a list of texts only, as most requests have; C code can then process each element."""
     return type(inputs) is list and set(map(type, inputs)) == {str}
 
 
 def total_characters(inputs: Sequence[Input]) -> int:
-    """The characters of all inputs together, as by `characters`."""
+    """Return the characters of all inputs together, counted as by `characters`."""
     if isinstance(inputs, (TextColumn, SharedTexts)):
         return inputs.characters
     if _NOT_SIZED.isdisjoint(map(type, inputs)):  # as most: then C looks at each

@@ -1,8 +1,8 @@
-"""Results that need not be computed again: of inputs under way when an equal one came, and of a cache of one engine.
+"""Results that need not be computed again: of an equal input that is under way, and from one engine's cache.
 
-Both are looked up when a batch begins, by what was tokenized: equal token ids, token types, role and task give equal
-results. A result is found by the same tenant alone, so that no one learns by the time of an answer what others asked.
-What is kept is what the heads gave, before a request's dimensions and norm.
+Both are looked up when a batch begins, by the tokenized input: equal token ids, token types, role and task give equal
+results. Only the same tenant finds a result, so response times do not reveal what others asked. The kept results are
+those of the heads, before a request's dimensions and norm are applied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENTRY_BYTES = 500  # of a kept result beside its numbers and ids
 
 
 def keys_of(encoded: Encoded, tenant: int) -> Iterator[Key]:
-    """A key for each text of a tenant, equal for its texts with equal results."""
+    """Return a key for each text of a tenant; texts with equal results have equal keys."""
     settings = tenant, encoded.keys, encoded.prompt_tokens, encoded.query, encoded.task
     ids, size = encoded.ids.tobytes(), encoded.length
     types = None if encoded.type_ids is None else encoded.type_ids.tobytes()
@@ -45,15 +45,14 @@ def keys_of(encoded: Encoded, tenant: int) -> Iterator[Key]:
 
 
 def is_own(key: Key) -> bool:
-    """True if the engine itself has asked for it."""
+    """True if the engine itself asked for the text."""
     return bool(key[2] == OWN_TENANT)
 
 
 class DistinctInputs(NamedTuple):
-    """What to compute for a batch: `inputs_of` has the number of the input of each text, `known` that of each key.
+    """The distinct inputs of a batch: `inputs_of` maps each text to the number of its input, `known` each key.
 
-    Inputs of different tenants are different ones. `known` is empty where it was not needed, or equal inputs are not
-    looked for.
+    Inputs of different tenants are distinct. `known` is empty if it was not needed, or equal inputs are not looked for.
     """
 
     inputs: list[Encoded]
@@ -62,7 +61,7 @@ class DistinctInputs(NamedTuple):
 
 
 class ResultCache:
-    """Results by input of a tenant, within `most_bytes`; those that were not used for longest go first. Thread-safe."""
+    """Results by tenant and input, within `most_bytes`; the least recently used go first. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -71,7 +70,7 @@ class ResultCache:
         self._kept: OrderedDict[Key, Result] = OrderedDict()
 
     def find(self, key: Key, outputs: frozenset[Output]) -> Result | None:
-        """The result of an input, if all `outputs` of it are kept."""
+        """Return the result of an input if all of its `outputs` are kept."""
         with self._lock:
             found = self._kept.get(key)
             if found is None or not outputs <= found.keys():
@@ -108,9 +107,9 @@ def _bytes_of(key: Key, result: Result) -> int:
 
 @dataclass(slots=True)
 class RecentBatch:
-    """The last batch of a thread: inputs that were submitted before it ended, at `ended_ns`, have its results.
+    """The last batch of a thread: inputs that were submitted before it ended, at `ended_ns`, may take its results.
 
-    `distinct` are its inputs, and `places` where the results of an input are.
+    `distinct` are its inputs; `places` are the rows of their results.
     """
 
     distinct: DistinctInputs
@@ -121,7 +120,7 @@ class RecentBatch:
     _rows: Mapping[Output, HostRows] | None = None
 
     def find(self, key: Key, outputs: frozenset[Output]) -> Result | None:
-        """The result of an input, if its tenant asked for it in this batch too."""
+        """Return the result of an input if its tenant asked for it in this batch too."""
         at = self.distinct.known.get(key)
         if at is None or not outputs <= self.outputs:
             return None
@@ -131,10 +130,10 @@ class RecentBatch:
 
 
 class RepeatSample:
-    """An estimate of how many inputs come again, from one in eight of them, chosen by their hash.
+    """Estimates how many inputs repeat, from a sample of one in eight, chosen by hash.
 
-    `repeated` of the `sampled` ones were among those of the last `8 * _SAMPLE_KEPT` inputs, which a cache would have
-    kept. One thread counts at a time; any may read.
+    `repeated` of the `sampled` inputs were among the last `8 * _SAMPLE_KEPT` inputs, which a cache would have kept.
+    Only one thread counts at a time; any thread may read.
     """
 
     def __init__(self) -> None:
@@ -158,7 +157,7 @@ class RepeatSample:
 
 
 def numbers_of(rows: HostRows, place: int) -> Numbers:
-    """The numbers of one text of a batch, not copied."""
+    """Return the numbers of one text of a batch, without a copy."""
     if rows.offsets is None:
         return rows.values[place], None
     own = slice(int(rows.offsets[place]), int(rows.offsets[place + 1]))
@@ -168,7 +167,7 @@ def numbers_of(rows: HostRows, place: int) -> Numbers:
 def known_and_rest(
     entries: Sequence[QueueEntry], recent: RecentBatch | None, cache: ResultCache | None
 ) -> tuple[KnownBatch | None, list[QueueEntry]]:
-    """The texts of a batch whose results are known, and the entries that are left to compute."""
+    """Split a batch into the texts whose results are known and the entries that are left to compute."""
     found: list[QueueEntry] = []
     results: list[tuple[frozenset[Output], Result]] = []
     rest: list[QueueEntry] = []
@@ -199,7 +198,7 @@ def known_and_rest(
 
 
 def _batch_of(entries: list[QueueEntry], results: list[tuple[frozenset[Output], Result]]) -> KnownBatch:
-    """The known texts as a batch: an output that a text did not ask for is empty or zero there."""
+    """Make a batch of the known texts; an output that a text did not request is empty or zero."""
     rows: dict[Output, HostRows] = {}
     for output in frozenset().union(*(outputs for outputs, _ in results)):
         numbers = [result.get(output) for _, result in results]

@@ -1,6 +1,6 @@
-"""Batches on their way through the model: pack one, start it on the device, pass it to the finisher or finish it.
+"""The runner of batches: packs each, starts it on the device, and finishes it or passes it to the finisher.
 
-That is the work of an engine thread; a few queries are computed on the thread that brings them.
+This is the work of an engine thread; a few queries are computed on the thread that brings them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ _DEFECT = "Backend error: the engine has a defect"
 
 @dataclass(frozen=True, slots=True)
 class _StartError:
-    """Why a batch did not start; `traceback` only where it held a single text, or the device has `failed` for good."""
+    """Why a batch did not start. `traceback` is kept only for a batch of one text, or if the device has `failed` for
+    good."""
 
     text: str
     out_of_memory: bool
@@ -88,21 +89,22 @@ class _StartError:
 
 
 class Runner:
-    """Serves `lanes` of the queue with one model. `serve_queries` computes a small batch on the thread that calls it.
-    `run` is the body of the own thread, until the queue is closed and empty, or the finisher has ended. They take turns
-    in computing.
+    """Serves `lanes` of the queue with one model.
 
-    A runner of all lanes has the device to itself. With one for each lane, that of bulk computes in the background: it
-    gets the time that queries leave, and a fifth of the processor even where queries never stop.
+    `serve_queries` computes a small batch on the thread that calls it. `run` is the body of the runner's own thread,
+    until the queue is closed and empty, or the finisher has ended. They take turns in computing.
 
-    Batches of up to `serial_tokens` are computed by one CPU thread, others by `threads.own`, or by up to `threads.most`
-    while the other workers of the host (`core_load`) leave cores idle.
+    A runner of all lanes has the device to itself. If there is one per lane, the runner of bulk computes in the
+    background: it gets the time that queries leave, and a fifth of the processor even if queries never stop.
 
-    Equal inputs of one tenant that wait or are computed at the same time are computed once; `cache` keeps results for
-    longer. `repeats` estimates how many come again.
+    Batches of up to `serial_tokens` are computed by one CPU thread, larger ones by `threads.own`, or by up to
+    `threads.most` while the other workers of the host (`core_load`) leave cores idle.
 
-    `on_defect` gets what is raised by queries on a caller's thread or within a bulk batch; it ends neither, and the
-    queries at hand fail.
+    Equal inputs of one tenant that wait or run at the same time are computed once; `cache` keeps results for longer.
+    `repeats` estimates how many inputs repeat.
+
+    `on_defect` gets exceptions of queries that ran on a caller's thread or within a bulk batch. Neither the caller nor
+    the batch ends by them; only the queries fail.
     """
 
     def __init__(
@@ -149,8 +151,8 @@ class Runner:
     def serve_queries(self, entries: list[QueueEntry]) -> bool:
         """Compute and deliver a small batch on the calling thread.
 
-        False, and nothing done, if it would take longer than a few milliseconds or the model is not a light one: a GPU
-        and OpenMP's threads belong to the own thread.
+        Returns False, with nothing done, if the batch would take longer than a few milliseconds or the model is not a
+        light one: a GPU and OpenMP's threads belong to the runner's own thread.
         """
         texts, tokens = sum([entry.texts for entry in entries]), sum([entry.tokens for entry in entries])
         is_quick = self._token_s * (tokens + BATCH_OVERHEAD_TOKENS) <= _ON_CALLER_S
@@ -195,7 +197,8 @@ class Runner:
                 self._memory_returned, self._returned_at = True, time.monotonic()
 
     def _serve_between_steps(self) -> None:
-        """Within a bulk batch on the thread of both lanes: compute queries that wait, but for a fifth of the time."""
+        """Compute waiting queries within a bulk batch, on the thread of both lanes, for at most four fifths of the
+        time."""
         began = time.monotonic()
         if began < self._left_until or not self._queue.texts(Lane.INTERACTIVE) or not self._in_flight.wait_for_room():
             return
@@ -211,8 +214,8 @@ class Runner:
         self._left_until = now + (now - began) / _SHARE
 
     def _execute_queries(self, entries: list[QueueEntry]) -> None:
-        """Run a batch where an exception must not reach the caller: an event loop, or the forward of a bulk batch,
-        which would be run again in halves."""
+        """Run a batch whose exceptions must not reach the caller: an event loop, or the forward of a bulk batch, which
+        would then be repeated in halves."""
         left = [entries]
         try:
             self._execute(left)
@@ -224,8 +227,10 @@ class Runner:
         self._finisher.put(Failures(failed_rows(entries, error)))
 
     def _execute(self, left: list[list[QueueEntry]]) -> None:
-        """Run batches, the last one first; in halves where the results of one would be too large or it fails, so that
-        only bad texts fail. `left` keeps those that the finisher still lacks: a defect fails no text twice.
+        """Run the batches of `left`, the last one first.
+
+        A batch is run in halves if its results would be too large or it fails, so that only bad texts fail. `left`
+        keeps the batches that the finisher does not have yet, so a defect fails no text twice.
         """
         while left:
             self._execute_last(left)
@@ -233,9 +238,9 @@ class Runner:
                 return
 
     def _execute_last(self, left: list[list[QueueEntry]]) -> None:
-        """Run the last batch, or put its halves in its place.
+        """Run the last batch, or replace it by its halves.
 
-        Once the device has failed for good, nothing is run: texts that had no part in it may be tried elsewhere.
+        Once the device has failed for good, nothing runs: texts that did not cause it may be tried elsewhere.
         """
         entries = left[-1]
         if self._finisher.fault is not None:
@@ -282,8 +287,10 @@ class Runner:
             self._fail(left.pop(), InferenceFailed(f"Backend error: {fault.text}"))
 
     def _result_bytes(self, entries: Sequence[QueueEntry]) -> int:
-        """Bytes of float32 results, for every output that a text requests; sparse ones are too few to count on the
-        host, but a GPU keeps what they are made of."""
+        """Return the bytes of float32 results, for every output that a text requests.
+
+        Sparse results are too few to count on the host, but a GPU also keeps the values that they are made from.
+        """
         widths, wanted = self._model.widths, _wanted(entries)
         tokens, texts = sum([entry.tokens for entry in entries]), sum([entry.texts for entry in entries])
         per_token = sum(widths[output] for output in wanted & _PER_TOKEN)
@@ -295,7 +302,7 @@ class Runner:
         return 4 * (tokens * per_token + texts * per_text) + kept
 
     def _start(self, left: list[list[QueueEntry]], distinct: DistinctInputs | None = None) -> _StartError | None:
-        """Start the last batch that is left and pass it on.
+        """Start the last batch in `left` and pass it on.
 
         Returns an error as text: the exception itself would keep the tensors of the forward alive through its frames.
         """
@@ -342,14 +349,16 @@ class Runner:
         return None
 
     def _may_have_twins(self) -> bool:
-        """True if inputs wait that came while the last batch ran: an equal one need not be computed. A GPU has begun
-        the next batch before the results of this one are there."""
+        """True if inputs wait that came while the last batch ran: an equal one need not be computed.
+
+        On a GPU the next batch begins before the results of this one are there.
+        """
         if self._is_table or gpu.is_gpu(self._model.backbone.device):
             return False
         return any(self._queue.texts(lane) or self._queue.waiting_before(lane) for lane in self._lanes)
 
     def _keep(self, distinct: DistinctInputs, places_of: NDArray[np.intp], rows: Mapping[Output, HostRows]) -> None:
-        """Finisher thread: keep the results of a batch in the cache."""
+        """Keep the results of a batch in the cache (finisher thread)."""
         assert self._cache is not None
         for key, at in distinct.known.items():
             if not is_own(key):
@@ -360,7 +369,7 @@ class Runner:
         return bool(self._queue.texts(Lane.INTERACTIVE) or self._queue.waiting_before(Lane.INTERACTIVE))
 
     def _common_options(self, entries: Sequence[QueueEntry]) -> VectorOptions | None:
-        """What a GPU can do to the vectors of a batch: the options of its jobs, where all have the same."""
+        """Return the options that a GPU can apply to the vectors of a batch, if all of its jobs have the same."""
         if not gpu.is_gpu(self._model.backbone.device):
             return None
         wanted = {vector_options(job) for job in {e.job for e in entries} if Output.DENSE in job.options.outputs}
@@ -378,9 +387,10 @@ class Runner:
         return nullcontext() if self._core_load is None else self._core_load.computing(threads)
 
     def _distinct_inputs(self, entries: Sequence[QueueEntry], needs_keys: bool = False) -> DistinctInputs:
-        """What to compute for a batch: equal inputs of a tenant once, so that none learns by time what others ask.
+        """Find the distinct inputs of a batch, which are computed once. Inputs of different tenants count as different,
+        so that response times do not reveal what others ask.
 
-        Not for an embedding table: to find them would take longer than their vectors do.
+        An embedding table skips this: it would take longer than computing the vectors.
         """
         if self._is_table:
             texts = sum([entry.texts for entry in entries])
