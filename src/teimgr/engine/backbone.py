@@ -1,9 +1,9 @@
 """Backbones: hidden states from token ids, by a transformer run without padding or by a static table.
 
-On the CPU the forward is one call of the C library (`forward_kernel`) where the fidelity gate lets it. Else the linear
-layers are prepacked for oneDNN where this machine's torch supports it: with the few tokens of a query a plain linear
-takes twice as long. The two operators are private to torch (its compiler emits
-them), so they are tested before use, with `F.linear` as the fallback.
+On the CPU the forward is one call of the C library (`forward_kernel`) if the fidelity gate allows it. Otherwise the
+linear layers are prepacked for oneDNN if this machine's torch supports it: with the few tokens of a query a plain
+linear takes twice as long. The two operators are private to torch (its compiler emits them), so they are tested before
+use, with `F.linear` as the fallback.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Transformer:
         self._task = task_of(module)
 
     def placed(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Its weights were moved there."""
+        """Note that the weights were moved to the device."""
         self.device, self.dtype = device, dtype
 
     @property
@@ -102,7 +102,7 @@ class Transformer:
 
     @property
     def owner(self) -> nn.Module:
-        """The library's model, with its head where it has one."""
+        """The library's model, with its head if it has one."""
         return self._owner  # type: ignore[no-any-return]
 
     def make_native(self, dtype: torch.dtype) -> None:
@@ -125,7 +125,7 @@ class Transformer:
         self._kernel, self.batching = kernel, Batching.NATIVE
 
     def use(self, batching: Batching) -> None:
-        """Set `batching`, to any but NATIVE.
+        """Set `batching` to any value except NATIVE.
 
         Raises:
             ValueError: the architecture does not support custom attention functions, or `_why_alone` has a reason.
@@ -136,8 +136,8 @@ class Transformer:
         self.batching = batching
 
     def use_graphs(self, capture: Capture, first: Iterable[PackedBatch] = ()) -> None:
-        """Launch batches as graphs from now on, those of `first` as soon as they are captured; for VARLEN on a GPU.
-        The dtype does not change any more."""
+        """Launch batches as graphs from now on, for VARLEN on a GPU; those of `first` as soon as they are captured. The
+        dtype must not change afterwards."""
         most = most_tokens(self.width)
         self._graphs = ForwardGraphs(self._forward_row, self._offset, self.device, capture, most)
         if self._task is None:
@@ -149,11 +149,11 @@ class Transformer:
         return 0 if self._graphs is None else len(self._graphs)
 
     def wait_for_graphs(self, timeout_s: float) -> bool:
-        """Wait until no graph is being made; False where that takes longer."""
+        """Wait until no graph is being made; False if that takes longer than the timeout."""
         return self._graphs is None or self._graphs.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread that makes graphs; one that hangs in the device is left behind after `timeout_s`."""
+        """End the thread that makes graphs; if it hangs in the device it is left behind after `timeout_s`."""
         if self._graphs is not None and not self._graphs.close(timeout_s):
             log.warning("the capture of a graph does not end")
 
@@ -162,23 +162,23 @@ class Transformer:
         self.dtype = dtype
 
     def hidden(self, batch: PackedBatch) -> Tensor:
-        """Hidden states [T, H] in the model's dtype; in float32 from NATIVE where the head is of our own."""
+        """Return hidden states [T, H] in the model's dtype; from NATIVE in float32 if the head is ours."""
         if batch.tasks is not None and self._task is not None:
             return self._hidden_by_task(batch, self._task)
         return self._hidden(batch)
 
     def vectors(self, batch: PackedBatch) -> Vectors | None:
-        """`ForwardKernel.vectors` of `batch`, or None if one call cannot compute all of it."""
+        """Return `ForwardKernel.vectors` of `batch`, or None if one call cannot compute all of it."""
         if self._kernel is None or self._owner is not self._module or self._has_longer(batch):
             return None
         return self._kernel.vectors(batch, batch.positions(self._offset), torch.get_num_threads())
 
     def _has_longer(self, batch: PackedBatch) -> bool:
-        """True if each length of `batch` needs a call, since positions depend on the length."""
+        """True if each length in `batch` needs its own call, since positions depend on the length."""
         return self._trained is not None and batch.max_seqlen > self._trained and len(batch.runs) > 1
 
     def _hidden_by_task(self, batch: PackedBatch, task: Task) -> Tensor:
-        """Like `hidden`, each text by the weights of its task; a batch of several tasks run by run."""
+        """Compute `hidden` with each text's weights by task; a batch of several tasks is computed run by run."""
         assert batch.tasks is not None
         if (batch.tasks == batch.tasks[0]).all():
             with task.set(int(batch.tasks[0])):
@@ -213,7 +213,8 @@ class Transformer:
     ) -> Tensor:
         """[texts, length] ids of equal length → [texts × length, H], through the library's own forward.
 
-        `type_ids` has the shape of `ids`; tokens of text i attend to its first `keys[i]` tokens, to all where None.
+        `type_ids` has the shape of `ids`; tokens of text i attend to its first `keys[i]` tokens, to all if that is
+        None.
         """
         inputs = {"input_ids": to_device(ids.astype(np.int64, copy=False), self.device), **self._type_inputs(type_ids)}
         if keys is None and self._takes_lengths:
@@ -225,7 +226,7 @@ class Transformer:
         return self._forward(**inputs)
 
     def _forward_row(self, row: RowInputs) -> Tensor:
-        """One row as VARLEN, all of whose texts see all their tokens."""
+        """Run one row as VARLEN, in which every text sees all of its tokens."""
         types = {} if row.types is None or not self._takes_type_ids else {"token_type_ids": row.types.unsqueeze(0)}
         packing = Packing((), (), row.longest, row.borders)
         return self._forward(
@@ -248,7 +249,7 @@ class Transformer:
 
 
 class UnpackedTransformer(Transformer):
-    """A transformer for EQUAL_LENGTH alone; `why_unpacked` is what the refusals of other ways say."""
+    """A transformer that only runs as EQUAL_LENGTH; `why_unpacked` is the reason in its refusals of other batchings."""
 
     why_unpacked: str
 
@@ -265,8 +266,8 @@ class UnpackedTransformer(Transformer):
 class WholeModel(UnpackedTransformer):
     """A library model together with its head: its `hidden` states are logits.
 
-    [T, vocabulary] where the head works on tokens, [N, labels] where it works on texts. The reference for a head that
-    is run separately, and the fallback where it cannot be: one forward per run of equal lengths.
+    They are [T, vocabulary] if the head works on tokens, [N, labels] if it works on texts. This is the reference for a
+    head that is run separately, and the fallback if that is not possible: one forward per run of equal lengths.
     """
 
     why_unpacked = "the head of this model cannot be run on its own"
@@ -284,7 +285,7 @@ class WholeModel(UnpackedTransformer):
 
 
 def _why_alone(module: Any, longest: float) -> str:
-    """Why texts of several lengths cannot be computed together; "" where they can."""
+    """Return why texts of several lengths cannot be computed together; "" if they can."""
     if depends_on_batch(module):
         return "its results depend on the other texts of a batch"
     if (width := unproved_window(module, longest)) is not None:
@@ -329,14 +330,16 @@ class StaticTable:
         return self._table.dtype is torch.float32 and not gpu.is_gpu(self.device)
 
     def mean_head(self, projections: nn.Sequential) -> TableMeanHead:
-        """The mean of a text's rows, then `projections`; for tables that are float32 on the CPU."""
+        """Return the head that takes the mean of a text's rows, then applies `projections`; for float32 tables on the
+        CPU."""
         return TableMeanHead(self._table, self._mapping, self._weights, projections)
 
     def use(self, batching: Batching) -> None:
         self.batching = batching
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Return vectors in `dtype`; the table keeps that of its file, memory-mapped and shared between workers."""
+        """Return vectors in `dtype` from now on; the table keeps the dtype of its file, memory-mapped and shared
+        between workers."""
         self.dtype = dtype
 
     def hidden(self, batch: PackedBatch) -> Tensor:
@@ -378,7 +381,7 @@ def load_table(layout: Layout, device: torch.device) -> StaticTable:
 class PackedLinear(nn.Module):
     """y = activation(x Wᵀ + b) with a prepacked W; `activation` is "none" or "gelu", `form` is "none" or "tanh".
 
-    `weight` has the dtype and shape, for model code that reads them, but no storage; `bias` is that of the layer.
+    `weight` has the dtype and shape, for model code that reads them, but no storage; `bias` is the layer's own.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype, activation: str = "none", form: str = "none") -> None:
@@ -402,10 +405,10 @@ class PackedLinear(nn.Module):
 
 
 def convert(model: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Convert a transformers model to `dtype` where it is, with prepacked linears on the CPU.
+    """Convert a transformers model to `dtype` in place, with prepacked linears on the CPU.
 
-    There the embedding table keeps the dtype of its file, memory-mapped and shared between workers; its outputs are
-    converted. Buffers (rotary frequencies) keep their precision.
+    On the CPU the embedding table keeps the dtype of its file, memory-mapped and shared between workers; its outputs
+    are converted. Buffers (rotary frequencies) keep their precision.
     """
     mapped = None
     if not gpu.is_gpu(device):
@@ -429,11 +432,11 @@ def _embedding_table(model: Any) -> nn.Module | None:
 
 
 def convert_linears(model: nn.Module, dtype: torch.dtype) -> int:
-    """Replace every `nn.Linear` in `model`, on the CPU, by its prepacked form in `dtype`; fuse GELU where it follows.
+    """Replace every `nn.Linear` in `model`, on the CPU, by its prepacked form in `dtype`; fuse a GELU that follows.
 
-    A decoder that shares its weight with the embedding table gets a copy: twice as fast, with 8 tokens or 192, and of
-    the memory-mapped table only the rows in use are resident. Returns the number of prepacked layers: 0 where the
-    operators do not work here, and then only the dtype changes.
+    A decoder that shares its weight with the embedding table gets a copy: this is twice as fast, with 8 tokens or 192,
+    and only the rows of the memory-mapped table that are in use stay resident. Returns the number of prepacked layers:
+    0 if the operators do not work here; then only the dtype changes.
     """
     if not prepacking_works(dtype):
         for module in model.modules():

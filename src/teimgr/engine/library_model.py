@@ -116,7 +116,7 @@ def load_module(layout: Layout, device: torch.device) -> Any:
 
 
 def silence() -> None:
-    """Let transformers draw no bars, and log errors alone."""
+    """Make transformers log errors only, without progress bars."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -126,7 +126,7 @@ def silence() -> None:
 def _read(
     layout: Layout, kind: Any, config: Any, options: dict[str, Any], weights: Weights | None
 ) -> tuple[Any, dict[str, Any]]:
-    """The module of the files, or of `weights`, and the library's report of names that do not fit."""
+    """Return the module from the files, or from `weights`, and the library's report of names that do not fit."""
     module, report = kind.from_pretrained(
         layout.weights_dir if weights is None else None,
         config=config,
@@ -141,7 +141,7 @@ def _read(
 
 
 def _unwrapped(layout: Layout, report: dict[str, Any]) -> Weights | None:
-    """The weights of files of which no name was used, without a prefix that all of the model's have; else None."""
+    """Return the weights without a prefix that all names have, if no name of the files was used; else None."""
     missing, unexpected = report["missing_keys"], set(report["unexpected_keys"])
     if not missing or not unexpected or layout.weight_names is not None or not weight_files(layout.weights_dir):
         return None
@@ -152,11 +152,11 @@ def _unwrapped(layout: Layout, report: dict[str, Any]) -> Weights | None:
 
 
 def load_plain_module(layout: Layout, device: torch.device) -> Any | None:
-    """Like `load_module` in a third of its time, for files of plain form: each weight of the model is in them in
-    float32, under its own name; None for any other.
+    """Load like `load_module` in a third of its time, or return None if the files are not of plain form: each weight of
+    the model in float32, under its own name.
 
-    The library's own loading also renames, converts and ties weights; this one does not. So what comes out is only for
-    a comparison with results of `load_module`.
+    The library's own loading also renames, converts and ties weights; this one does not. So its results are only used
+    for a comparison with results of `load_module`.
     """
     from transformers.initialization import no_init_weights
 
@@ -186,7 +186,7 @@ def load_plain_module(layout: Layout, device: torch.device) -> Any | None:
 
 
 def _finished(module: Any, device: torch.device) -> Any:
-    """A module with all its weights, as it is run."""
+    """Return a module with all its weights, ready to run."""
     if module.config.model_type == "lfm2" and not getattr(module.config, "is_causal", True):
         centre_convolutions(module)
     module.eval().requires_grad_(False)
@@ -194,7 +194,7 @@ def _finished(module: Any, device: torch.device) -> Any:
 
 
 def _class_and_options(layout: Layout) -> tuple[Any, Any, dict[str, Any]]:
-    """The class to load, its configuration, and what else it is made with."""
+    """Return the class to load, its configuration, and the other options that it is made with."""
     config = _configuration(layout)
     # Other results of a forward are not used; some models are saved with these switched on, from training.
     config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
@@ -210,9 +210,9 @@ _OWN_CODE = "transformers_modules."
 
 
 def _make_tables(module: Any, kind: Any, config: Any) -> None:
-    """Give the tables that a model's own `__init__` makes, and no file has, their values.
+    """Set the values of tables that a model's own `__init__` computes and no file has.
 
-    transformers runs `__init__` on the meta device, and leaves what it does not know itself without values.
+    transformers runs `__init__` on the meta device, and leaves tables that it does not know without values.
 
     Raises:
         ModelLoadFailed: the model cannot be made outside of the meta device.
@@ -257,9 +257,9 @@ def check_weights(layout: Layout) -> None:
 
 
 def _check_volume(layout: Layout, files: Iterable[Path]) -> None:
-    """Raise ModelLoadFailed where config.json makes one matrix larger than all weights in the files.
+    """Raise ModelLoadFailed if config.json makes one matrix larger than all weights in the files.
 
-    The library would take memory for it before it compares their shapes. A weight has half a byte or more.
+    The library would allocate memory for it before it compares their shapes. A weight has half a byte or more.
     """
     sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     size_bytes = sum(sizes.values())
@@ -277,7 +277,8 @@ def _check_volume(layout: Layout, files: Iterable[Path]) -> None:
 
 
 def _matrices(config: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """The rows and columns of the largest matrices, 0 where the family has none, each with the setting that counts."""
+    """Return the rows and columns of the largest matrices, 0 if the family has none, each with the setting that decides
+    it."""
     hidden = int(config.get("hidden_size") or config.get("d_model") or config.get("dim") or 0)
     narrow = min(hidden, int(config.get("embedding_size") or hidden))
     heads = int(config.get("num_attention_heads") or config.get("num_heads") or 0)
@@ -295,14 +296,14 @@ def _matrices(config: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
 
 
 def _reason(error: Exception) -> str:
-    """The library's own message, or the name of a Python exception without one."""
+    """Return the library's own message, or the name of a Python exception without one."""
     if isinstance(error, (OSError, ValueError, RuntimeError, ImportError)) and str(error):
         return str(error)
     return f"its code fails with {type(error).__name__}: {error}"
 
 
 def _configuration(layout: Layout) -> Any:
-    """The configuration of config.json, or of what stands in its place."""
+    """Return the configuration from config.json, or from the file that replaces it."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if layout.config_is_changed:
@@ -314,7 +315,7 @@ def _configuration(layout: Layout) -> Any:
 
 
 def _account_for(report: dict[str, Any], module: Any, layout: Layout) -> None:
-    """Raise ModelLoadFailed where a weight is missing, of another shape, or of no use to the model."""
+    """Raise ModelLoadFailed if a weight is missing, of another shape, or not used by the model."""
     if missing := sorted(report["missing_keys"]):
         others = (
             f"; the files have others, first {min(unexpected)}" if (unexpected := report["unexpected_keys"]) else ""
@@ -334,7 +335,7 @@ def _account_for(report: dict[str, Any], module: Any, layout: Layout) -> None:
 
 
 def _unused(names: Iterable[str], module: Any, layout: Layout) -> list[str]:
-    """The weights that neither the model, nor a head that is not asked for, nor another module of ours takes."""
+    """Return the weights that neither the model, nor a head that was not requested, nor another module of ours uses."""
     projections = layout.projections if layout.late is None else layout.late.projections
     shared = tuple(f"{one.name}." for one in projections if isinstance(one, Dense) and one.path == layout.weights_dir)
     decoder = layout.backbone is Backbone.ENCODER and module.config.model_type in _ENCODERS
@@ -352,7 +353,7 @@ def _unused(names: Iterable[str], module: Any, layout: Layout) -> list[str]:
 
 
 def _model_class(layout: Layout, config: Any) -> Any:
-    """The class to load: the model's own code where that is trusted, else the library's."""
+    """Return the class to load: the model's own code if that is trusted, else the library's."""
     import transformers
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -375,7 +376,7 @@ def _model_class(layout: Layout, config: Any) -> Any:
 
 
 def _without_pooler(kind: Any) -> dict[str, bool]:
-    """Without BERT's pooler: embeddings do not use it, and many checkpoints lack its weights."""
+    """Remove BERT's pooler: embeddings do not use it, and many checkpoints lack its weights."""
     return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind.__init__).parameters else {}
 
 
@@ -398,7 +399,7 @@ class CentredShortConv(nn.Module):
 
 
 def centre_convolutions(module: nn.Module) -> None:
-    """Put `CentredShortConv` in the place of every short convolution of an LFM2."""
+    """Replace every short convolution of an LFM2 by `CentredShortConv`."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ == "Lfm2ShortConv":

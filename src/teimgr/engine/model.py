@@ -1,4 +1,4 @@
-"""A model: a backbone and its heads; a packed batch in, results out."""
+"""A model: a backbone and its heads, which turn a packed batch into results."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ _ONE_TOKEN = (DenseHead, SequenceHead, CausalHead)  # whose `token_of` may be th
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Its name in options and replies, such as `float32`."""
+    """Return the name of a dtype in options and replies, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 class DeviatesError(ModelLoadFailed):
-    """In a dtype, what the known texts do not pass through is too far from float32: `min_cosine` is the lowest."""
+    """The part of the model that the known texts do not pass through is too far from float32 in this dtype:
+    `min_cosine` is the lowest cosine."""
 
     def __init__(self, dtype: torch.dtype, what: str, min_cosine: float) -> None:
         super().__init__(f"{name_of(dtype)} deviates too much from float32 on {what}: set dtype = float32")
@@ -65,8 +66,11 @@ class DeviatesError(ModelLoadFailed):
 
 
 class VectorRows(Rows):
-    """DENSE rows on the host: `vectors`, from one call of the native forward. `values` is made of them at each use:
-    behind a forward, which leaves nothing else in the caches, a tensor takes a query some 30 µs."""
+    """DENSE rows on the host: `vectors`, from one call of the native forward.
+
+    `values` makes a tensor of them at each use. Making it right after a forward, when the caches hold nothing else,
+    costs a query about 30 µs.
+    """
 
     __slots__ = ("vectors",)
 
@@ -80,9 +84,10 @@ class VectorRows(Rows):
 
 
 class Model:
-    """A model on one device; one thread uses it at a time, with a native backbone any number.
+    """A model on one device. One thread uses it at a time, or any number with a native backbone.
 
-    Where `heads` are not those of the reference, `whole` is the same model with these, such as the library's own head.
+    If `heads` are not those of the reference, `whole` is the same model with the reference's heads, such as the
+    library's own.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class Model:
 
     @property
     def device_bytes_per_text(self) -> dict[Output, int]:
-        """What an output keeps on a GPU for each text of a batch until its results are on the host, by output."""
+        """The bytes per text, by output, that a GPU keeps until a batch's results are on the host."""
         return {output: getattr(head, "device_bytes_per_text", 0) for output, head in self._heads.items()}
 
     @property
@@ -120,18 +125,18 @@ class Model:
         return self.backbone.batching is not Batching.EQUAL_LENGTH
 
     def with_heads_of(self, layout: Layout) -> Model:
-        """The same transformer, in its dtype and with its batching, with the heads of another layout."""
+        """Return the same transformer, in its dtype and with its batching, with the heads of another layout."""
         assert isinstance(self.backbone, Transformer)
         return Model(self.backbone, _heads_of(layout, self.backbone.width, self.backbone.device))
 
     def host_weights(self) -> HostWeights:
-        """The weights of a transformer that was loaded on the host, for `place`."""
+        """Return the weights of a transformer that was loaded on the host, for `place`."""
         heads = {id(head): head for head in (*self._heads.values(), *self._whole[1].values())}
         modules = [part for head in heads.values() for part in vars(head).values() if isinstance(part, nn.Module)]
         return HostWeights(self._transformers()[0].owner, modules, self._apart())
 
     def _apart(self) -> nn.Module | None:
-        """A module beside the transformer, which may have another dtype."""
+        """Return a module beside the transformer, which may have another dtype."""
         return None
 
     def place(self, weights: HostWeights, dtype: torch.dtype, device: torch.device) -> None:
@@ -156,12 +161,13 @@ class Model:
         return [part for part in (self.backbone, self._whole[0]) if isinstance(part, Transformer)]
 
     def close(self, timeout_s: float) -> None:
-        """End what the model runs beside its callers, within `timeout_s`."""
+        """End what the model runs in the background, within `timeout_s`."""
         if isinstance(self.backbone, Transformer):
             self.backbone.close(timeout_s)
 
     def run(self, batch: PackedBatch, outputs: Iterable[Output]) -> dict[Output, Rows]:
-        """Each of `outputs` for every text, in the batch's order, from one forward, independent of request options.
+        """Compute each of `outputs` for every text, in the batch's order, from one forward, independent of request
+        options.
 
         Raises:
             KeyError: the model has no such output.
@@ -171,7 +177,7 @@ class Model:
         return self._run(batch, outputs)
 
     def _vectors(self, batch: PackedBatch) -> Vectors | None:
-        """What `_run` gives for DENSE, bit for bit, where one call of the native forward computes that; else None."""
+        """Return the DENSE rows of `_run`, bit for bit, if one call of the native forward computes them; else None."""
         head = self._heads.get(Output.DENSE)
         if not isinstance(head, DenseHead) or not isinstance(self.backbone, Transformer) or not self.is_native:
             return None
@@ -191,12 +197,12 @@ class Model:
 
     @torch.inference_mode()
     def run_backbone(self, batch: PackedBatch) -> None:
-        """One forward, without heads."""
+        """Run one forward, without heads."""
         self.backbone.hidden(batch)
 
     @torch.inference_mode()
     def run_reference(self, encoded: Encoded) -> dict[Output, Rows]:
-        """Every output for one input, through the library's own forward: the reference for all other ways."""
+        """Compute every output for one input by the library's own forward: the reference for all other ways."""
         model, heads = self._whole
         batch = pack([encoded])
         hidden = model.hidden_equal_length(
@@ -207,7 +213,8 @@ class Model:
 
 @cache
 def _nothing(device: torch.device) -> Tensor:
-    """Hidden states for heads that read none. Making a tensor for each batch would take some microseconds."""
+    """Return empty hidden states, for heads that read none. Making a tensor for each batch would take some
+    microseconds."""
     return torch.empty(0, device=device)
 
 
@@ -219,8 +226,9 @@ def _reads_hidden(head: Head, batch: PackedBatch) -> bool:
 
 
 def load_model(layout: Layout, device: torch.device, *, is_known: bool = False) -> Model:
-    """Load a model in float32; one that `is_known` is compared with results of an earlier load, and loaded a shorter
-    way where it has one.
+    """Load a model in float32.
+
+    A model that `is_known` is compared with results of an earlier load, and loaded in a quicker way if it has one.
 
     Raises:
         ModelLoadFailed: weights are missing, of another shape, or of an unknown architecture.
@@ -248,7 +256,7 @@ def load_model(layout: Layout, device: torch.device, *, is_known: bool = False) 
 
 
 def _heads_of(layout: Layout, width: int, device: torch.device) -> dict[Output, Head]:
-    """The heads of our own, for hidden states of size `width`."""
+    """Make this package's own heads, for hidden states of size `width`."""
     if layout.late is not None:
         late = layout.late
         kept = MultiVectorHead(load_projections(late.projections, device), late, width_behind(late.projections, width))
@@ -274,7 +282,7 @@ def _heads_of(layout: Layout, width: int, device: torch.device) -> dict[Output, 
 
 
 def _with_library_head(layout: Layout, module: Any, device: torch.device) -> Model:
-    """A model with the library's head: run separately where that gives the same logits, else as a whole."""
+    """Make a model with the library's head: run separately if that gives the same logits, else as part of the whole."""
     if layout.scoring is not None and layout.scoring.causal is not None:
         keep_two_tokens(module, layout.scoring.causal)
     whole = WholeModel(module, layout.position_offset, device)
@@ -305,7 +313,7 @@ def _heads_over_logits(layout: Layout, module: Any) -> dict[Output, Head]:
 
 
 def _library_heads(layout: Layout, library: LibraryHead) -> dict[Output, Head] | None:
-    """Heads that give the whole model's logits; None if the head cannot be run separately."""
+    """Return heads that give the whole model's logits; None if the head cannot be run separately."""
     if layout.backbone is Backbone.SEQUENCE_CLASSIFICATION:
         head = sequence_head(library)
         return None if head is None else {Output.SCORES: head}
@@ -330,7 +338,7 @@ def _splade_heads(decode: Callable[[Tensor], Tensor], module: Any, layout: Layou
 
 
 def _query_weights(table: QueryTable, vocabulary: int, device: torch.device) -> Tensor:
-    """The weight of every token id, float32 [vocabulary].
+    """Read the weight of every token id, float32 [vocabulary].
 
     Raises:
         ModelLoadFailed: the file has none, or more than the model has outputs.
@@ -350,7 +358,7 @@ def _query_weights(table: QueryTable, vocabulary: int, device: torch.device) -> 
 
 
 def tensor_bytes(root: object) -> int:
-    """Bytes of all tensors that `root` holds; shared storages count once, prepacked weights each on its own."""
+    """Return the bytes of all tensors that `root` holds; shared storages count once, prepacked weights separately."""
     storages: dict[int, int] = {}
     packed = 0
     for tensor in tensors_of(root):

@@ -1,6 +1,5 @@
-"""The model that a load makes: its weights on the device, in the dtype that the gate allows, with the tokens of a batch
-that its memory is proven to hold, and the second model of those with a route for queries.
-"""
+"""Chooses the model of a load: its weights on the device in a dtype that the gate allows, and the tokens of a batch
+that its memory is proven to hold; with the second model if queries have a route of their own."""
 
 from __future__ import annotations
 
@@ -50,9 +49,8 @@ _OF_READING = (
 
 
 class RoutedModel(Model):
-    """A model of queries and one of documents, each of which has passed the gate on its own: each text goes to the one
-    of its role. The transformer may be the same.
-    """
+    """A model for queries and one for documents, each of which has passed the gate on its own; each text goes to the
+    model of its role. Both may have the same transformer."""
 
     def __init__(self, documents: Model, queries: Model) -> None:
         """Raises ModelLoadFailed where their vectors have different sizes."""
@@ -98,20 +96,20 @@ class RoutedModel(Model):
 
 
 def _larger(first: Model, second: Model) -> Model:
-    """The one with the wider transformer, by which the limits of a batch are worked out."""
+    """Return the model with the wider transformer, from which the limits of a batch are computed."""
     return max(first, second, key=lambda one: one.backbone.width if isinstance(one.backbone, Transformer) else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What to load and where.
+    """What to load, and on which device.
 
-    `device` is "cpu" or "cuda" (the one visible GPU); `core_load` is the file of `core_load.CoreLoad`, `references` the
-    folder of `reference_cache`, `spaces` that of `space`, if any; `max_queued_tokens` is per lane, `cache_bytes` of
+    `device` is "cpu" or "cuda" (the one visible GPU). `core_load` is the file of `core_load.CoreLoad`, `references` the
+    folder of `reference_cache`, `spaces` that of `space`, if any. `max_queued_tokens` is per lane, `cache_bytes` is for
     `known_results`. `model_sha` is the requested revision, `commit` what it resolved to; both only go into
     `LoadedModel`. `code` goes there too, and into the space. `cuts_texts`: whether texts may be cut to a
-    `max_batch_tokens` below the model's length; None: to no fewer than `_FEW_TOKENS`. `code_revision` is of the other
-    repositories that the code of a trusted model is in.
+    `max_batch_tokens` below the model's length; None: to no fewer than `_FEW_TOKENS`. `code_revision` is the revision
+    of the other repositories that hold the code of a trusted model.
     """
 
     path: Path
@@ -143,7 +141,7 @@ class EngineOptions:
 def choose_model(
     layout: Layout, device: torch.device, options: EngineOptions, inputs: Sequence[Encoded]
 ) -> tuple[Model, Choice]:
-    """The model on its device, as the gate lets it run."""
+    """Load the model on its device, in the form that the gate allows."""
     dtype = DTYPES[options.dtype]
     if not layout.reads_texts:
         from teimgr.engine.images.alone import load_image_model
@@ -190,7 +188,7 @@ def _cache(layout: Layout, options: EngineOptions, inputs: Sequence[Encoded]) ->
 def tokens_of_a_batch(
     model: Model, choice: Choice, device: torch.device, inputs: Sequence[Encoded], most: int, longest: int
 ) -> int:
-    """The tokens of a batch for which the memory of the device is enough; on a GPU graphs are allowed behind that."""
+    """Return the tokens of a batch that the device's memory holds; on a GPU graphs are enabled afterwards."""
     if not gpu.is_gpu(device) or not inputs:
         return most
     tokens = proven_tokens(model, inputs, most, longest)
@@ -200,9 +198,10 @@ def tokens_of_a_batch(
 
 
 def proven_tokens(model: Model, known: Sequence[Encoded], most: int, longest: int) -> int:
-    """The tokens of a batch, halved from `most` on until one of the longest texts and one of short ones fit.
+    """Return the tokens of a batch: `most`, halved until a batch of longest texts and one of short texts fit.
 
-    Torch's allocator keeps what they took, so later batches of that size find it. The ids are those of `known`.
+    Torch's allocator keeps the memory that they took, so later batches of that size find it. The ids are those of
+    `known`.
 
     Raises:
         OutOfDeviceMemory: not even `MIN_TOKENS` fit.
@@ -224,7 +223,7 @@ def proven_tokens(model: Model, known: Sequence[Encoded], most: int, longest: in
 
 
 def _failure(model: Model, device: torch.device, output: Output, batches: Sequence[PackedBatch]) -> str | None:
-    """The message of running out of memory; as text, since an exception keeps the tensors of its frames."""
+    """Return the message of running out of memory, as text, since an exception keeps the tensors of its frames."""
     try:
         for batch in batches:
             rows = batch.tokens if output in (Output.MULTI_VECTOR, Output.TOKENS) else batch.texts
@@ -243,7 +242,7 @@ def _failure(model: Model, device: torch.device, output: Output, batches: Sequen
 
 
 def _batch(ids: np.ndarray[tuple[int], np.dtype[np.int32]], tokens: int, length: int) -> PackedBatch:
-    """Texts of `length` tokens, at least one; each begins elsewhere in `ids`, whose order does not matter."""
+    """Make texts of `length` tokens, at least one; each starts at another place in `ids`; their order is arbitrary."""
     length = min(length, tokens)
     return pack([Encoded(np.roll(ids, -text).take(range(length), mode="wrap")) for text in range(tokens // length)])
 
@@ -257,9 +256,8 @@ def with_queries(
     tokenizer: TextTokenizer,
     max_batch_tokens: int,
 ) -> tuple[Model, Choice, int]:
-    """The model with the route of queries beside that of documents: with its transformer, or its own, which the gate
-    has let run in the same dtype; what is worse of both choices; and the tokens of a batch.
-    """
+    """Add the route of queries to the model of documents, with the same transformer or its own in the same dtype, which
+    must have passed the gate. Returns the model, the worse of both choices, and the tokens of a batch."""
     assert layout.query_route is not None
     route = layout.query_route.layout
     reads_alike = all(getattr(layout, key) == getattr(route, key) for key in _OF_READING)

@@ -1,11 +1,12 @@
-"""The C library of `native/`, if the package was built with a compiler: where it is, and what this CPU can run of it.
+"""The C library of `native/`, if the package was built with a compiler: where it is, and which instructions this CPU
+has for it.
 
-It is an extension without a Python module, loaded through ctypes, which releases the GIL for its calls. Attention
+It is an extension without a Python module, loaded through ctypes, which releases the GIL during its calls. Attention
 within a model's own forward runs on torch's OpenMP threads, the native forward on its own threads.
 
-Bulk work calls `give_way` between two of its steps. If each lane has a thread, that of bulk waits there until no query
-is computed, as the threads of the native forward do within a forward. If one thread serves both lanes, it computes the
-queries that wait.
+Bulk work calls `give_way` between two of its steps. If each lane has a thread, the bulk thread waits there until no
+query is computed, as the threads of the native forward do within a forward. If one thread serves both lanes, it
+computes the waiting queries.
 """
 
 from __future__ import annotations
@@ -101,11 +102,11 @@ class NativeLibrary:
 
     @property
     def gives_way(self) -> bool:
-        """True if threads in the background pause for those of others."""
+        """True if background threads pause for the forwards of other threads."""
         return self.set_wait is not None
 
     def to_background(self) -> None:
-        """Forwards of the calling thread give way to those of others from now on, but for a fifth of the time."""
+        """Let forwards of the calling thread give way to those of others from now on, but for a fifth of the time."""
         if self._set_background is not None:
             self._set_background(ctypes.c_int32(1))
 
@@ -115,7 +116,7 @@ class NativeLibrary:
 
 
 def _words_of(refusal: int) -> str:
-    """Why the CPU's tiles are not used, of `tiles_refusal` of library.h; empty for 0."""
+    """Return why the CPU's tiles are not used, from `tiles_refusal` of library.h; empty for 0."""
     if not refusal:
         return ""
     if refusal == _NO_PALETTE:
@@ -124,14 +125,14 @@ def _words_of(refusal: int) -> str:
 
 
 def _refused(status: int, *_: Any) -> None:
-    """Raise ValueError where a function of vectors.c has refused its sizes."""
+    """Raise ValueError if a function of vectors.c has refused its sizes."""
     if status:
         raise ValueError("native library: rows outside of the array they are of")
 
 
 @functools.cache
 def native_library() -> NativeLibrary | None:
-    """The library, or None if the package was built without a compiler or the environment forbids it."""
+    """Return the library, or None if the package was built without a compiler or the environment forbids it."""
     if _switch() == "0":
         return None
     folder = Path(__file__).parent
@@ -149,7 +150,7 @@ def native_library() -> NativeLibrary | None:
 
 
 def address(array: NDArray[Any]) -> int:
-    """The address of an array's memory: `array.ctypes.data`, which takes five times as long for most arrays."""
+    """Return the address of an array's memory: `array.ctypes.data`, which takes five times as long for most arrays."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
     except (TypeError, ValueError):  # not writable, not contiguous, or empty
@@ -173,15 +174,15 @@ def _openmp_parallel() -> int | None:
 
 
 def allow_wait(most_s: float) -> None:
-    """Let the calling thread wait in its next calls of `give_way`, at most this long together; for threads other than
-    the engine's."""
+    """Let the calling thread, which is not the engine's, wait in its next calls of `give_way`, for at most this long in
+    total."""
     if (library := native_library()) is not None and library.gives_way:
         library.set_wait(ctypes.c_int64(int(most_s * 1e9)))
 
 
 def give_way() -> None:
-    """Between two steps of work: compute the queries that wait, or wait for those that others compute, if the thread
-    may do so."""
+    """Between two steps of work, compute the queries that wait, or wait for queries that other threads compute, if the
+    thread may."""
     serve = getattr(_here, "serve", None)
     if serve is not None:
         with serving(None):
@@ -192,7 +193,7 @@ def give_way() -> None:
 
 @contextmanager
 def serving(serve: Callable[[], None] | None) -> Iterator[None]:
-    """Within the block `give_way` calls `serve` on this thread, but not within that."""
+    """Within the block, `give_way` calls `serve` on this thread; not from within `serve` itself."""
     former, _here.serve = getattr(_here, "serve", None), serve
     try:
         yield
