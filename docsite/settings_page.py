@@ -9,9 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from docsite.markdown import MADE_BY, code, document, table
 from teimgr.config.auth import ApiKeyEntry, Auth, Mtls, ServerTls
-from teimgr.config.batches import BatchSettings
-from teimgr.config.cluster import ClusterSettings
-from teimgr.config.on_demand import OnDemandSettings
+from teimgr.config.sections import BatchSettings, ClusterSettings, OnDemandSettings
 from teimgr.config.settings import Otel, Settings, Webhook
 from teimgr.config.sources import scalars
 from teimgr.spec import Change, InstanceKey, InstanceSpec, key_of

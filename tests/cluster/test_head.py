@@ -16,7 +16,7 @@ from teimgr.cluster import host_facts
 from teimgr.cluster.bridge import Bridge
 from teimgr.cluster.head import ClusterHead
 from teimgr.cluster.messages import NodeFacts, Versions
-from teimgr.config.cluster import ClusterSettings
+from teimgr.config.sections import ClusterSettings
 from teimgr.config.settings import Settings
 from teimgr.control.placement.gpus import GpuInventory, Inventory
 from teimgr.control.placement.hosts import LeavingHosts

@@ -10,7 +10,7 @@ from tests.support.fleet import local_launcher
 
 from teimgr.cluster import host_facts
 from teimgr.cluster.opening import open_cluster
-from teimgr.config.cluster import ClusterSettings
+from teimgr.config.sections import ClusterSettings
 from teimgr.config.settings import Settings
 from teimgr.control.placement.gpus import GpuInventory
 from teimgr.control.placement.hosts import LeavingHosts

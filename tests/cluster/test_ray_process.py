@@ -20,7 +20,7 @@ from tests.support.fleet import ROOT
 from tests.support.polling import eventually
 
 from teimgr.cluster.ray_process import RayProcess, library, listening_on
-from teimgr.config.cluster import ClusterSettings
+from teimgr.config.sections import ClusterSettings
 from teimgr.control.launch.process_handle import look_up
 from teimgr.spec import WorkerSpec
 

@@ -12,7 +12,7 @@ from tests.config.loaded_settings import MTLS, SECOND, SEED, load, refused
 
 import teimgr
 from teimgr.config.auth import ApiKeyEntry
-from teimgr.config.cluster import ClusterSettings
+from teimgr.config.sections import ClusterSettings
 from teimgr.config.settings import Auth, Mtls, Otel, Settings, Webhook
 from teimgr.config.sources import Configuration, Source, effective, plain, read, scalars, unread_variables
 from teimgr.errors import InvalidConfig

@@ -12,9 +12,7 @@ import pytest
 from tests.config.loaded_settings import load
 
 from teimgr.config.auth import ApiKeyEntry, Auth, Mtls, ServerTls
-from teimgr.config.batches import BatchSettings
-from teimgr.config.cluster import ClusterSettings
-from teimgr.config.on_demand import OnDemandSettings
+from teimgr.config.sections import BatchSettings, ClusterSettings, OnDemandSettings
 from teimgr.config.settings import Otel, Settings, Webhook
 from teimgr.config.sources import Source, key_lines, line_of, read
 from teimgr.errors import InvalidConfig

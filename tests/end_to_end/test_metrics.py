@@ -33,7 +33,7 @@ from teimgr.control.capacity.autoscaler import Figures as ScalingFigures
 from teimgr.control.placement import gpus
 from teimgr.control.placement.gpus import GpuInventory
 from teimgr.control.sharing.tenants import TenantRegistry, UsageRow
-from teimgr.daemon.disk_watch import DiskWatch
+from teimgr.daemon.watches import DiskWatch
 from teimgr.engine.engine import EngineStats
 from teimgr.errors import TeimgrError
 from teimgr.observability import catalogue as c

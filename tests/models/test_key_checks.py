@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from teimgr.engine.job import Output
-from teimgr.engine.text.tokenizer_checks import contradictions
+from teimgr.engine.text.tokenizer_config import contradictions
 from teimgr.engine.text.tokenizer_library import load_tokenizer
 from teimgr.errors import InvalidInput, ModelLoadFailed
 from teimgr.models.reading import read_layout

@@ -32,7 +32,7 @@ from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService
 from teimgr.cluster.port_forwarding import PortForwarding
 from teimgr.cluster.ray_launcher import RayLauncher
-from teimgr.config.cluster import ClusterSettings
+from teimgr.config.sections import ClusterSettings
 from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import identify
 from teimgr.control.launch.launcher import LocalLauncher

@@ -23,8 +23,7 @@ from teimgr.spec import WorkerSpec
 from teimgr.wire.tenants.quotas import NS_PER_S, Limits
 from teimgr.wire.tenants.table import FILE, TENANT_WORDS, USED_ROWS_AT, Counter, TenantKey, TenantTable, tenant_at
 from teimgr.worker.calls import CallReply, Part, Submission, WorkerCall
-from teimgr.worker.tenant_meter import Account, TenantMeter, Tenants, open_meter
-from teimgr.worker.tenant_till import LockedTill, NativeTill, Till
+from teimgr.worker.tenant_meter import Account, LockedTill, NativeTill, TenantMeter, Tenants, Till, open_meter
 
 DAY = 20_000
 CHARGE = """

@@ -42,7 +42,7 @@ from teimgr.client.rest_client import RestClient
 from teimgr.client.server_address import ServerAddress
 from teimgr.config.settings import Settings, is_loopback
 from teimgr.config.sources import Source, read, unread_variables
-from teimgr.daemon.disk_watch import disk_usage, level_of
+from teimgr.daemon.watches import disk_usage, level_of
 from teimgr.errors import InvalidConfig, TeimgrError, Unauthenticated, Unreachable
 from teimgr.files import write_atomically
 from teimgr.spec import State

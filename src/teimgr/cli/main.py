@@ -61,8 +61,8 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "models check": ("model_commands", "check", _FLEET),
         "models rm": ("model_commands", "remove", _FLEET),
         "gpus": ("fleet_commands", "gpus", _FLEET),
-        "plan": ("placement_commands", "plan", _FLEET),
-        "rebalance": ("placement_commands", "rebalance", _FLEET),
+        "plan": ("fleet_commands", "plan", _FLEET),
+        "rebalance": ("fleet_commands", "rebalance", _FLEET),
         "recommendations": ("fleet_commands", "recommendations", _FLEET),
         "usage": ("fleet_commands", "usage", _FLEET),
         "templates": ("fleet_commands", "templates", _FLEET),
@@ -75,10 +75,10 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "config check": ("config_commands", "check", _SETUP),
         "config show": ("config_commands", "show", _SETUP),
         "key new": ("config_commands", "key_new", _SETUP),
-        "context list": ("context_commands", "list_contexts", _SETUP),
-        "context add": ("context_commands", "add", _SETUP),
-        "context use": ("context_commands", "use", _SETUP),
-        "context rm": ("context_commands", "remove", _SETUP),
+        "context list": ("config_commands", "list_contexts", _SETUP),
+        "context add": ("config_commands", "add", _SETUP),
+        "context use": ("config_commands", "use", _SETUP),
+        "context rm": ("config_commands", "remove", _SETUP),
     }
 )
 GROUPS = MappingProxyType(

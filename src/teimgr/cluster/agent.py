@@ -39,7 +39,7 @@ from teimgr.cluster.messages import (
     read_message,
 )
 from teimgr.cluster.node_muxes import NodeMux, NodeMuxes
-from teimgr.config.cluster import address_on_host
+from teimgr.config.sections import address_on_host
 from teimgr.control.launch.launcher import LocalLauncher, LocalWorker
 from teimgr.control.launch.process_handle import Exit, LaunchFailed, look_up
 from teimgr.errors import TeimgrError

@@ -21,7 +21,7 @@ from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService, RemoteLogs
 from teimgr.cluster.messages import FleetFacts, HeldWorker, NodeFacts
 from teimgr.cluster.ray_process import UNRESTRICTED, RayHost, RayProcess, ensure_token, library, ray_folder
-from teimgr.config.cluster import address_on_host
+from teimgr.config.sections import address_on_host
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher
 from teimgr.control.launch.process_handle import LaunchFailed

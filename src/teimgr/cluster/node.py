@@ -27,7 +27,7 @@ from teimgr.cluster.messages import LINE_LIMIT_BYTES, NodeFacts, agent_socket, r
 from teimgr.cluster.node_identity import admission, keep_renewed
 from teimgr.cluster.node_muxes import NodeMuxes
 from teimgr.cluster.ray_process import UNRESTRICTED, RayHost, RayProcess, library, ray_folder
-from teimgr.config.cluster import ClusterSettings, address_problem, ray_ports_problem
+from teimgr.config.sections import ClusterSettings, address_problem, ray_ports_problem
 from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.control.launch.process_handle import LaunchFailed
 from teimgr.control.placement.gpus import GpuInventory

@@ -21,8 +21,8 @@ from teimgr.cluster.head import ClusterHead, Member
 from teimgr.cluster.host_facts import own_versions
 from teimgr.cluster.messages import HeldWorker, exit_from_dict
 from teimgr.cluster.node_muxes import mux_spec
-from teimgr.config.cluster import address_on_host
 from teimgr.config.mux import MuxConfig
+from teimgr.config.sections import address_on_host
 from teimgr.control.launch.control_link import ControlLink, MuxLink, WorkerStatus
 from teimgr.control.launch.launcher import Adopted, EndedWorker, FoundWorkers, LocalLauncher, WorkerHandle
 from teimgr.control.launch.mux_launcher import MuxHandle, config_hash

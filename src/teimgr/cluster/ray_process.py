@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from teimgr.cluster.messages import AGENT_VARIABLE
-from teimgr.config.cluster import ClusterSettings
+from teimgr.config.sections import ClusterSettings
 from teimgr.control.launch.process_handle import LaunchFailed, ProcessHandle, RunFile, make_private
 from teimgr.errors import InvalidConfig
 from teimgr.observability.logs import last_line, open_log

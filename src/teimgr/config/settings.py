@@ -18,12 +18,10 @@ from typing import Any, Literal, NamedTuple
 
 from teimgr.config.auth import MTLS, PROVIDERS, Auth, Mtls
 from teimgr.config.auth import faults as auth_faults
-from teimgr.config.batches import BatchSettings
-from teimgr.config.cluster import ClusterSettings
-from teimgr.config.cluster import faults as cluster_faults
 from teimgr.config.instance_keys import key_faults, parse
-from teimgr.config.on_demand import OnDemandSettings
 from teimgr.config.schema import ConfigFault, unknown_word
+from teimgr.config.sections import BatchSettings, ClusterSettings, OnDemandSettings
+from teimgr.config.sections import faults as cluster_faults
 from teimgr.errors import InvalidConfig, ModelNotFound, TeimgrError
 from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.http.unix_listener import SOCKET_PATH_BYTES

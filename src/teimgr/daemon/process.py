@@ -22,7 +22,6 @@ from teimgr.api.batches import Batches
 from teimgr.api.gateway import Gateway
 from teimgr.api.page.page import Page
 from teimgr.api.rest.app import RestTls, create_app, reconfigure
-from teimgr.api.rest.health_port import Word, serving_health
 from teimgr.api.rest.hosts import GpuReport
 from teimgr.api.rest.probes import Scraper, routes_calls
 from teimgr.cluster.opening import open_cluster
@@ -48,12 +47,11 @@ from teimgr.control.supervision.muxes import Muxes
 from teimgr.control.supervision.reload import Reloader
 from teimgr.control.supervision.store import Store
 from teimgr.control.supervision.worker_run import FleetProber
-from teimgr.daemon.config_watch import ConfigWatch
-from teimgr.daemon.disk_watch import DiskWatch
-from teimgr.daemon.listeners import Listeners, open_listeners, other_ports, try_other_ports
+from teimgr.daemon.listeners import Listeners, Word, open_listeners, other_ports, serving_health, try_other_ports
 from teimgr.daemon.parent import block_signals
 from teimgr.daemon.succession import Follower, Predecessor, Succession
 from teimgr.daemon.systemd import Notifier
+from teimgr.daemon.watches import ConfigWatch, DiskWatch
 from teimgr.errors import InvalidConfig, TeimgrError
 from teimgr.files import ensure_home
 from teimgr.http.auth.policy import Policy, PolicyInForce

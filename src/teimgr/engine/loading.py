@@ -24,7 +24,7 @@ from teimgr.engine.model_choice import DTYPES, EngineOptions, choose_model, toke
 from teimgr.engine.runner import return_freed_memory
 from teimgr.engine.space import SpaceDigest, precision_class
 from teimgr.engine.text.tokenizer import Prompts, TextTokenizer
-from teimgr.engine.text.tokenizer_checks import contradictions
+from teimgr.engine.text.tokenizer_config import contradictions
 from teimgr.engine.text.tokenizer_library import is_panic, tokenizer_faults
 from teimgr.errors import InvalidConfig, ModelLoadFailed, TeimgrError
 from teimgr.models.directory import check_safetensors

@@ -1,7 +1,7 @@
 """Check every file of a model against the tables of known keys.
 
 What cannot be served right is refused by name; what is unknown is a warning of the model. tokenizer_config.json against
-tokenizer.json: `engine/text/tokenizer_checks.py`, which has the tokenizer.
+tokenizer.json: `engine/text/tokenizer_config.py`, which has the tokenizer.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from pathlib import Path
 import uvloop
 
 from teimgr.config.mux import MuxConfig
-from teimgr.config.on_demand import allows
+from teimgr.config.sections import allows
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.http.auth.tls_files import Pems, TlsFiles, TlsWatch

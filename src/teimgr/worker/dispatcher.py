@@ -31,8 +31,7 @@ from teimgr.worker.tenant_meter import Tenants
 from teimgr.worker.worker_metrics import TeiMetrics
 
 if TYPE_CHECKING:
-    from teimgr.worker.media_links import LinkFetcher
-    from teimgr.worker.pdf_documents import PageRenderer
+    from teimgr.worker.media_links import LinkFetcher, PageRenderer
 
 log = logging.getLogger(__name__)
 
@@ -402,7 +401,7 @@ class Dispatcher:
     def renderer(self) -> PageRenderer:
         """Return the renderer of PDF pages; its threads start at the first use."""
         if self._renderer is None:
-            from teimgr.worker.pdf_documents import PageRenderer
+            from teimgr.worker.media_links import PageRenderer
 
             self._renderer = PageRenderer()
         return self._renderer

@@ -1,4 +1,4 @@
-"""Images and sounds that requests link to, fetched from the hosts of `media_url_hosts` within bounds.
+"""Media of requests: links, fetched from the hosts of `media_url_hosts` within bounds, and PDF pages, rendered.
 
 At each hop all addresses of the name are looked up once and checked, and the connection goes to one of them. The
 answer is the same for an unknown name, a closed port and a forbidden address, so that links cannot explore a network;
@@ -14,13 +14,17 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from teimgr.errors import InvalidInput
+from teimgr.engine.batching.fair_share import TenantTurns
+from teimgr.engine.job import Share
+from teimgr.errors import InvalidInput, Overloaded
 from teimgr.http.byte_budget import ByteBudget, Shares
+from teimgr.wire import pdf_pages
 
 log = logging.getLogger(__name__)
 
@@ -220,3 +224,65 @@ def _is_public(address: Address) -> bool:
     ):
         return False
     return address.is_global and not address.is_multicast
+
+
+_RENDERED_AT_ONCE = 2  # per worker: each has a process that reads untrusted data
+_RENDER_WAIT_S = 30.0
+
+
+class _Waiting(NamedTuple):
+    share: Share
+    turn: asyncio.Future[None]
+
+
+class PageRenderer:
+    """Renders pages for the requests of one worker. For the loop's thread."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_RENDERED_AT_ONCE, "pdf")
+        self._free = _RENDERED_AT_ONCE
+        self._waiting = TenantTurns[_Waiting]()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def page(self, data: bytes, number: int | None, tenant: int = 0) -> bytes:
+        """Return the PNG file of a page, as `pdf_pages.page`. Tenants with waiting pages take turns.
+
+        Raises:
+            InvalidInput: as there. Overloaded: other pages take so long that its turn did not come.
+        """
+        try:
+            async with asyncio.timeout(_RENDER_WAIT_S):
+                await self._turn(tenant)
+        except TimeoutError:
+            raise Overloaded(
+                f"PDF documents of other requests are being rendered, {_RENDERED_AT_ONCE} at a time: none had ended "
+                f"after {_RENDER_WAIT_S:g} s"
+            ) from None
+        done = self._threads.submit(pdf_pages.page, data, number)
+        loop = asyncio.get_running_loop()
+        # Also runs if the caller has gone: its page is rendered to the end.
+        done.add_done_callback(lambda _: loop.call_soon_threadsafe(self._give_turn))
+        return await asyncio.wrap_future(done)
+
+    async def _turn(self, tenant: int) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(Share(tenant), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it came at the same time
+                self._give_turn()
+            raise
+
+    def _give_turn(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft().turn
+            if not turn.done():  # else its caller has gone
+                turn.set_result(None)
+                return
+        self._free += 1

@@ -59,7 +59,7 @@ from teimgr.worker.link_server import Control, LinkServer
 from teimgr.worker.worker_metrics import engine_page, process_page
 
 if TYPE_CHECKING:
-    from teimgr.worker.remote_links import RemoteLinkListener
+    from teimgr.worker.link_server import RemoteLinkListener
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class Worker:
 
     def _listen_for_other_hosts(self, address: str) -> None:
         """Raises PortConflict, InvalidConfig: a worker without a launcher cannot bind the address."""
-        from teimgr.worker.remote_links import RemoteLinkListener  # here: most fleets have one host
+        from teimgr.worker.link_server import RemoteLinkListener  # here: most fleets have one host
 
         listener = self._link_listener
         if listener is None:

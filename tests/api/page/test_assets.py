@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 from starlette.requests import Request
 
-from teimgr.api.page import format
+from teimgr.api.page import views
 from teimgr.api.page.assets import SECURITY_HEADERS, accepts_gzip, assets, html_response
 
 STATIC = files("teimgr.api.page").joinpath("static")
@@ -63,25 +63,25 @@ def test_own_files_name_no_other_host_and_evaluate_nothing(path: object) -> None
 @pytest.mark.parametrize(
     ("shown", "value"),
     [
-        (format.size(0), "0 B"),
-        (format.size(1536), "1.5 KiB"),
-        (format.size(300 * 2**20), "300 MiB"),
-        (format.size(None), "–"),
-        (format.number(0), "0"),
-        (format.number(7.44), "7.4"),
-        (format.number(12_345), "12.3k"),
-        (format.number(4_100_000), "4.1M"),
-        (format.milliseconds(0.75), "0.8 ms"),
-        (format.milliseconds(12.2), "12 ms"),
-        (format.milliseconds(2500), "2.5 s"),
-        (format.milliseconds(249_000), "> 249 s"),
-        (format.duration(0), "0 s"),
-        (format.duration(3700), "1 h 1 min"),
-        (format.duration(3 * 86400 + 4 * 3600 + 59), "3 d 4 h"),
-        (format.clock(None), ""),
-        (format.clock(1_764_000_202), "16:03:22 UTC"),
-        (", ".join(format.tags({"team": "search", "new": ""})), "team=search, new"),
-        (format.spark([1.0, None], 100), "M90.9,21.8"),
+        (views.size(0), "0 B"),
+        (views.size(1536), "1.5 KiB"),
+        (views.size(300 * 2**20), "300 MiB"),
+        (views.size(None), "–"),
+        (views.number(0), "0"),
+        (views.number(7.44), "7.4"),
+        (views.number(12_345), "12.3k"),
+        (views.number(4_100_000), "4.1M"),
+        (views.milliseconds(0.75), "0.8 ms"),
+        (views.milliseconds(12.2), "12 ms"),
+        (views.milliseconds(2500), "2.5 s"),
+        (views.milliseconds(249_000), "> 249 s"),
+        (views.duration(0), "0 s"),
+        (views.duration(3700), "1 h 1 min"),
+        (views.duration(3 * 86400 + 4 * 3600 + 59), "3 d 4 h"),
+        (views.clock(None), ""),
+        (views.clock(1_764_000_202), "16:03:22 UTC"),
+        (", ".join(views.tags({"team": "search", "new": ""})), "team=search, new"),
+        (views.spark([1.0, None], 100), "M90.9,21.8"),
     ],
 )
 def test_figures_as_text(shown: str, value: str) -> None:

@@ -19,7 +19,7 @@ from teimgr.api.batches import Batches
 from teimgr.api.gateway import Gateway
 from teimgr.api.rest import files
 from teimgr.config.auth import policy_of
-from teimgr.config.batches import BatchSettings
+from teimgr.config.sections import BatchSettings
 from teimgr.config.settings import Settings
 from teimgr.http.auth.policy import PolicyInForce
 from teimgr.observability.metrics import DaemonMetrics

@@ -1,4 +1,4 @@
-"""Memory of this host and its cgroups, as the system reports it."""
+"""Memory of this host and its cgroups, as the system reports it; the limit of workers' resident memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.cgroups import V1, V2, cgroup, memory_cgroup
 
-from teimgr.control.ledger.system_memory import CgroupMemory
+from teimgr.control.ledger.system_memory import PAUSE_S, READINGS, CgroupMemory, MemoryLimit, Verdict
 
 __all__ = ["memory_cgroup"]
 
@@ -51,3 +51,43 @@ def test_the_limit_of_a_real_cgroup_is_seen(memory_cgroup: Path) -> None:
 
     assert 0 < free <= total == 256 << 20
     assert label == "host memory (the cgroup allows 256 MiB)"
+
+
+BELOW, ABOVE = 99 << 20, 101 << 20
+LIMIT = 100
+
+
+def readings(limit: MemoryLimit, *sizes: int, now: float = 0.0) -> list[Verdict | None]:
+    return [limit.read(0, size, LIMIT, now, fresh=False) for size in sizes]
+
+
+def test_a_replica_that_stays_above_is_replaced_and_a_peak_is_not() -> None:
+    limit = MemoryLimit()
+    assert limit.read(0, BELOW, LIMIT, 0.0, fresh=True) is None
+
+    assert readings(limit, *[ABOVE] * (READINGS - 1), BELOW) == [None] * READINGS
+    assert readings(limit, *[ABOVE] * (READINGS + 1))[-2:] == [Verdict.REPLACE] * 2
+    assert limit.problems([0]) == []
+
+
+def test_two_replacements_have_a_pause_between_them() -> None:
+    limit = MemoryLimit()
+    readings(limit, *[ABOVE] * READINGS)
+    limit.begin_pause(0, 0.0)
+
+    limit.read(0, BELOW, LIMIT, 1.0, fresh=True)
+    assert readings(limit, *[ABOVE] * 10, now=PAUSE_S - 1) == [None] * 10
+    assert readings(limit, ABOVE, now=PAUSE_S) == [Verdict.REPLACE]
+
+
+def test_a_model_that_is_larger_than_the_limit_is_a_problem_and_no_replacement() -> None:
+    limit = MemoryLimit()
+    assert limit.read(0, ABOVE, LIMIT, 0.0, fresh=True) is Verdict.TOO_LARGE
+
+    assert readings(limit, *[ABOVE] * 10, now=2 * PAUSE_S) == [None] * 10
+    assert limit.problems([0, 1]) == [
+        "replica 0 has 101 MiB right after its start, more than max_rss_mib = 100: it is not replaced, as the next one "
+        "would be as large"
+    ]
+    limit.read(0, ABOVE, 2 * LIMIT, 0.0, fresh=False)
+    assert limit.problems([0]) == []

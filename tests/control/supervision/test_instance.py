@@ -20,8 +20,10 @@ from tests.support.fakes.worker import fake_id
 from tests.support.fleet import LIMIT_S, Fleet
 from tests.support.polling import eventually
 
+from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.process_handle import look_up
 from teimgr.control.ledger.ledger import Overrun
+from teimgr.control.ledger.system_memory import READINGS
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.errors import (
     InstanceNotFound,
@@ -32,6 +34,7 @@ from teimgr.errors import (
     UpdateInProgress,
     ValidationError,
 )
+from teimgr.observability.exposition import text
 from teimgr.spec import InstanceSpec, InstanceView, RouteEntry, State
 
 Fleets = Callable[..., Fleet]
@@ -554,3 +557,68 @@ def test_only_a_notable_growth_over_a_reservation_is_a_warning(caplog: pytest.Lo
 
     assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.WARNING]
     assert [each.event for each in incidents] == ["over_memory"]
+
+
+def watched(fleet: Fleet) -> EventLog:
+    fleet.events.note(fleet.manager.list())
+    return fleet.events
+
+
+async def booted(fleets: Callable[..., Fleet]) -> Fleet:
+    fleet = fleets(health_check_interval_secs=0.05, health_probe_timeout_secs=10)
+    await fleet.manager.boot()
+    return fleet
+
+
+async def test_a_worker_that_grew_is_replaced_once_and_without_a_gap(fleets: Callable[..., Fleet]) -> None:
+    fleet = await booted(fleets)
+    events, endpoints = watched(fleet), list[int]()
+
+    def note(name: str, entry: RouteEntry | None) -> None:
+        if entry is not None and (endpoints or entry.endpoints):
+            endpoints.append(len(entry.endpoints))
+
+    fleet.directory.subscribe(note)
+    await fleet.create("grow=80", replicas=2, max_rss_mib=70)
+    await fleet.until(lambda entry: len(entry.endpoints) == 2)
+    first = {worker.pid for worker in fleet.manager.get("a").workers}
+
+    def replaced() -> bool:
+        workers = fleet.manager.get("a").workers
+        return len(workers) == 2 and not first & {worker.pid for worker in workers}
+
+    await eventually(replaced)
+
+    view = fleet.manager.get("a")
+    assert [worker.replica for worker in view.workers] == [0, 1]
+    assert min(endpoints) > 0, "a moment without a worker"
+    told = [event.reason for event in events.history("a") if event.event == "over_memory"]
+    assert sorted(str(reason)[:14] for reason in told) == ["replica 0 has ", "replica 1 has "]
+    assert all(str(reason).endswith("MiB, more than max_rss_mib = 70: it is being replaced") for reason in told)
+    assert (view.restarts, fleet.manager.alarms()) == (2, [])
+    assert 'teimgr_worker_memory_replacements_total{instance="a"} 2' in text(await fleet.metrics.page())
+
+
+async def test_a_model_that_alone_is_above_the_limit_is_an_alarm_until_the_limit_is_raised(
+    fleets: Callable[..., Fleet],
+) -> None:
+    fleet = await booted(fleets)
+    events = watched(fleet)
+    await fleet.create("large=80", max_rss_mib=70)
+    pid = (await fleet.running()).pid
+
+    await eventually(fleet.manager.alarms)
+    probed = fleet.manager.get("a").last_health_check
+    for _ in range(READINGS + 1):
+        await eventually(lambda before=probed: fleet.manager.get("a").last_health_check != before)
+        probed = fleet.manager.get("a").last_health_check
+
+    view = fleet.manager.get("a")
+    assert (view.state, view.pid, view.restarts) == (State.RUNNING, pid, 0)
+    assert [event.event for event in events.history("a")].count("over_memory") == 1
+    (alarm,) = fleet.manager.alarms()
+    assert alarm.startswith("a: replica 0 has ")
+
+    await fleet.manager.update("a", {"max_rss_mib": 1000})
+    await eventually(lambda: not fleet.manager.alarms())
+    assert fleet.manager.get("a").pid == pid

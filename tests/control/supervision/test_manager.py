@@ -18,7 +18,7 @@ from tests.control.supervision.scripted_daemon import started
 from tests.support.fleet import LIMIT_S, Fleet, settings_for
 from tests.support.polling import eventually
 
-from teimgr.config.on_demand import OnDemandSettings
+from teimgr.config.sections import OnDemandSettings
 from teimgr.control.launch.process_handle import look_up
 from teimgr.control.ledger.ledger import Place
 from teimgr.control.placement.gpus import Inventory

@@ -10,7 +10,7 @@ import pytest
 
 from teimgr.errors import InvalidInput
 from teimgr.wire.json_scan import completed
-from teimgr.worker.dialects import serde_runs, tei_bodies
+from teimgr.worker.dialects import serde_text, tei_bodies
 from teimgr.worker.dialects.serde_json import Fault, Reader
 from teimgr.worker.dialects.serde_text import shown
 from teimgr.worker.dialects.serde_types import read_body
@@ -152,13 +152,13 @@ def test_values_that_no_one_reads_are_skipped_in_runs(unit: bytes) -> None:
 @pytest.mark.parametrize("window", [12, 2**16])
 def test_runs_change_no_fault(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader without runs, byte by byte, says the same of the same body."""
-    monkeypatch.setattr(serde_runs, "WINDOW_BYTES", window)
+    monkeypatch.setattr(serde_text, "WINDOW_BYTES", window)
     draw = random.Random(window)
     for _ in range(300):
         body = "".join(draw.choice(_PARTS) for _ in range(draw.randrange(1, 25))).encode()
         with_runs = _outcome(body)
         with monkeypatch.context() as patch:
-            patch.setattr(serde_runs, "_end", lambda run, body, at: at)
+            patch.setattr(serde_text, "_end", lambda run, body, at: at)
             assert _outcome(body) == with_runs, body
 
 

@@ -13,7 +13,7 @@ from teimgr.errors import InvalidInput
 from teimgr.wire import json_scan
 from teimgr.wire.json_scan import completed
 from teimgr.worker import http_inference
-from teimgr.worker.dialects import serde_json, serde_runs, tei, tei_bodies
+from teimgr.worker.dialects import serde_json, serde_text, tei, tei_bodies
 from teimgr.worker.dialects.serde_json import Fault
 from teimgr.worker.dialects.serde_types import Optional, Struct, read_body
 from teimgr.worker.dialects.tei_bodies import is_ambiguous, may_be_deep
@@ -170,7 +170,7 @@ def test_windows_find_what_one_search_of_the_body_finds(window: int, monkeypatch
     at_once = [_outcome(struct, body) for _, struct, body in bodies]
     monkeypatch.setattr(json_scan, "WINDOW_BYTES", window)
     monkeypatch.setattr(serde_json, "WINDOW_BYTES", window)
-    monkeypatch.setattr(serde_runs, "WINDOW_BYTES", window)
+    monkeypatch.setattr(serde_text, "WINDOW_BYTES", window)
     valid = 0
     for (kind, struct, body), expected in zip(bodies, at_once, strict=True):
         assert window < 40 or _outcome(struct, body) == expected  # a number has as many digits as a window at most
@@ -197,7 +197,7 @@ def test_depth_is_counted_without_parsing(
     start: bytes, end: bytes, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_scan, "WINDOW_BYTES", window)
-    monkeypatch.setattr(serde_runs, "WINDOW_BYTES", window)
+    monkeypatch.setattr(serde_text, "WINDOW_BYTES", window)
     for depth in (60, 97, 101, 300):  # 98 and 99 may look so
         body = start * depth + b"0" + end * depth
         assert may_be_deep(b"[" + b'{"a":["[["]},' * 200 + body + b"]") == (depth > 98)

@@ -20,7 +20,7 @@ from typing import Any, Self
 import orjson
 
 from teimgr.api.batches.disk import FILE_MODE, Disk, append_at, make_private_folder
-from teimgr.config.batches import BatchSettings
+from teimgr.config.sections import BatchSettings
 from teimgr.errors import ObjectNotFound, Overloaded, QuotaExceeded, Replaced, TooLarge
 from teimgr.files import write_atomically
 from teimgr.spec import known

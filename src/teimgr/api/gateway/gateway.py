@@ -48,7 +48,7 @@ from teimgr.api.gateway.routes import (
     kinds_of,
     paths,
 )
-from teimgr.config.on_demand import allows
+from teimgr.config.sections import allows
 from teimgr.config.settings import Settings
 from teimgr.control.sharing.tenants import RateState
 from teimgr.errors import Code, Internal, InvalidInput, ModelNotFound, NotLoaded, TeimgrError, Unavailable

@@ -19,7 +19,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from teimgr import __version__
-from teimgr.api.page import format, views
+from teimgr.api.page import views
 from teimgr.api.page.assets import assets, html_response
 from teimgr.api.page.figures import Sampler
 from teimgr.api.page.forms import ESSENTIAL, POPULAR, groups
@@ -66,7 +66,7 @@ class Page:
             lstrip_blocks=True,
             auto_reload=False,
         )
-        self._templates.filters.update(format.FILTERS)
+        self._templates.filters.update(views.FILTERS)
 
     def alarms(self) -> list[str]:
         """Instances that are overloaded."""

@@ -1,4 +1,4 @@
-"""Composition of the REST application (routers, error handlers, middleware), and TLS of its listener.
+"""Composition of the REST application (routers, error handlers, middleware), TLS of its listener, and `Inference`.
 
 The handshake verifies that a client's certificate chains to the authority; the allow-lists are applied per request
 (`middleware.Authentication`), so that a rejected client gets a reason.
@@ -12,10 +12,13 @@ import json
 import socket
 import ssl
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
+import httptools
 from fastapi import APIRouter, FastAPI, Request
 from starlette.datastructures import State
 from starlette.middleware.cors import CORSMiddleware
@@ -27,7 +30,7 @@ from teimgr import __version__
 from teimgr.api.batches import Batches
 from teimgr.api.gateway import Gateway
 from teimgr.api.gateway.ollama import OllamaPort
-from teimgr.api.gateway.routes import describe
+from teimgr.api.gateway.routes import InferenceCall, describe, paths
 from teimgr.api.rest import batches as batch_routes
 from teimgr.api.rest import (
     daemon,
@@ -42,10 +45,9 @@ from teimgr.api.rest import (
     probes,
     recommendations,
 )
-from teimgr.api.rest.access import Access
+from teimgr.api.rest.access import INFERENCE, Access, MatchedRoute
 from teimgr.api.rest.daemon import Restarter
 from teimgr.api.rest.hosts import GpuReport, HostEnrolment
-from teimgr.api.rest.inference import Inference
 from teimgr.api.rest.middleware import (
     Authentication,
     HeadAsGet,
@@ -55,6 +57,9 @@ from teimgr.api.rest.middleware import (
     ProxyHeaders,
     RejectEncodedSeparators,
     TrustedProxies,
+    has_too_many,
+    path_fault,
+    refused,
 )
 from teimgr.api.rest.probes import Alarms
 from teimgr.config.auth import policy_of
@@ -67,23 +72,26 @@ from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.reload import Reloader
 from teimgr.control.supervision.worker_run import FleetProber
-from teimgr.errors import Overloaded
+from teimgr.errors import Code, Forbidden, Overloaded, Unauthenticated, ValidationError
 from teimgr.http.auth.policy import CERTIFICATE, PolicyInForce, certificate_from_tls
 from teimgr.http.auth.sessions import Sessions
 from teimgr.http.auth.tls_files import TlsFiles, TlsWatch
 from teimgr.http.bodies import BoundedReplies, RequestTurns, path_prefix_of
-from teimgr.http.direct import Direct
+from teimgr.http.connection_gate import sender_of
+from teimgr.http.direct import Answer, Direct, DirectReply, DirectRequest
 from teimgr.http.docs_page import HEADERS, page, reference
 from teimgr.http.http1 import HttpProtocol
 from teimgr.http.http2.requests import protocol as http2_protocol
 from teimgr.http.server import AsgiApp, Listener, serving
+from teimgr.http.turns import TURNS_OF
 from teimgr.http.unix_listener import UnixListener
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page as MetricsPage
 from teimgr.observability.exposition import Sample
 from teimgr.observability.log_source import FleetLogs, LocalLogs
 from teimgr.observability.metrics import DaemonMetrics
-from teimgr.observability.request_context import Telemetry
+from teimgr.observability.request_context import CURRENT, REQUEST_ID, Telemetry
+from teimgr.wire.status import STATUS
 
 docs = APIRouter(include_in_schema=False)
 _OPENAPI = "/openapi.json"
@@ -332,3 +340,75 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     context = files.context()
     context.set_alpn_protocols(["h2", "http/1.1"])
     return context
+
+
+_BY_TEMPLATE = {path.path: path for path in paths()}
+_POST = "POST"
+# Of a response to a web page, as those of the application.
+_CORS = {"access-control-allow-origin": "*", "access-control-expose-headers": "*", "vary": "Origin"}
+
+
+class Inference:
+    """The way in for inference: each request to one of its routes, of any size and caller, over HTTP/1.1 and HTTP/2.
+
+    It does not pass the application: the protocol of the connection asks this object about the head of each request,
+    and has it answer its own. `access` decides who may make it, and `gateway` has a worker answer it.
+    """
+
+    def __init__(self, gateway: Gateway, observe: Observe, access: Access, proxies: TrustedProxies) -> None:
+        self._gateway = gateway
+        self._observe = observe
+        self._access = access
+        self._proxies = proxies
+        route = MatchedRoute(INFERENCE)
+        self._known: dict[bytes, Answer] = {
+            path.path.encode(): partial(self._answer, InferenceCall(path), route)
+            for path in paths()
+            if "{" not in path.path
+        }
+
+    def __call__(self, method: bytes, target: bytes) -> Answer | None:
+        if method != b"POST":
+            return None
+        return self._known.get(target) or self._parsed(target)
+
+    def _parsed(self, target: bytes) -> Answer | None:
+        """Like `__call__`, for a target that names an instance or a model, or has a query; None for an invalid one."""
+        try:
+            url = httptools.parse_url(target)
+        except httptools.HttpParserError:
+            return None
+        raw, query = url.path or b"", url.query or b""
+        if path_fault(raw) is not None or has_too_many(query):
+            return None
+        route = self._access.route(_POST, unquote(raw.decode("ascii")))
+        path = _BY_TEMPLATE.get(route.template or "")
+        if path is None:
+            return None
+        return partial(self._answer, InferenceCall(path, route.named, query.decode("latin-1")), route)
+
+    async def _answer(self, call: InferenceCall, route: MatchedRoute, request: DirectRequest) -> DirectReply:
+        status, began = 500, time.perf_counter()
+        context = self._observe.begin(_POST, request.headers)
+        CURRENT.set(context)
+        try:
+            try:
+                if self._proxies.concerns(request.headers):
+                    await self._proxies.read(request.scope)
+                caller = self._access.check(request.scope, request.headers, route)
+            except (Unauthenticated, Forbidden, ValidationError) as error:
+                reply = refused(call.path.dialect, error)
+            else:
+                context.belongs_to(caller.tenant)
+                TURNS_OF.set(caller.name or sender_of(request.scope))
+                reply = await self._gateway.answer(call, request, caller)
+            status = reply.status
+        except asyncio.CancelledError:
+            status = STATUS[Code.CANCELLED].http
+            raise
+        finally:
+            self._observe.end(context, _POST, call.path.path, status, began)
+        headers = {**reply.headers, REQUEST_ID: context.request_id}
+        if b"origin" in request.headers:
+            headers |= _CORS
+        return DirectReply(status, headers, reply.body, self._gateway.reply_budget)

@@ -26,9 +26,8 @@ from typing import Any
 
 from teimgr.control.launch.launcher import Adopted
 from teimgr.control.ledger.ledger import Overrun, Place
-from teimgr.control.ledger.system_memory import mib
+from teimgr.control.ledger.system_memory import MemoryLimit, Verdict, mib
 from teimgr.control.supervision.lifecycle import Command, is_routable
-from teimgr.control.supervision.memory_limit import MemoryLimit, Verdict
 from teimgr.control.supervision.store import WantedState
 from teimgr.control.supervision.supervisor import Supervisor, SupervisorContext
 from teimgr.control.supervision.validation import with_changes

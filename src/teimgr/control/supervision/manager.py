@@ -15,7 +15,7 @@ from typing import Any
 
 from teimgr.config.instance_keys import check_instance
 from teimgr.config.instance_limits import check_allowed
-from teimgr.config.on_demand import allows
+from teimgr.config.sections import allows
 from teimgr.config.settings import Settings
 from teimgr.control.background import CommandTurns
 from teimgr.control.events.fleet_events import EventLog

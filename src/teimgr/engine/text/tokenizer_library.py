@@ -10,7 +10,7 @@ from tokenizers import Encoding, Regex, Tokenizer, models, normalizers, pre_toke
 
 from teimgr.engine.text.boundaries import flattened, step_of
 from teimgr.engine.text.converted_tokenizer import VOCABULARIES, convert
-from teimgr.engine.text.declared_tokens import add_declared_tokens
+from teimgr.engine.text.tokenizer_config import add_declared_tokens
 from teimgr.engine.text.truncation import Text
 from teimgr.errors import ModelLoadFailed, TeimgrError, TokenizerFailed
 from teimgr.models.layout import Backbone, Layout

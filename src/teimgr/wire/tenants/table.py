@@ -1,7 +1,7 @@
 """The file of the tenants of a host: quotas, what is used of them, and counters, mapped by daemon and workers.
 
 It is an array of 64-bit words. The daemon writes the limits and names of the tenants, each worker the counters in its
-own row; the state of the quotas is changed by all workers, atomically (`worker/tenant_till.py`). A row belongs to the
+own row; the state of the quotas is changed by all workers, atomically (`worker/tenant_meter.py`). A row belongs to the
 worker that has locked it; the kernel takes the lock back when the process ends. Then the daemon adds up its counters
 and clears it, so that a killed worker leaves no tokens in flight.
 

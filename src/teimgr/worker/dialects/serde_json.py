@@ -18,7 +18,7 @@ import orjson
 from teimgr.errors import InvalidInput
 from teimgr.spec import MAX_TEXT_BYTES
 from teimgr.wire.json_scan import LONG_TEXT, WINDOW_BYTES, Steps, matched, occurrences, too_large
-from teimgr.worker.dialects import serde_runs
+from teimgr.worker.dialects import serde_text
 from teimgr.worker.dialects.serde_text import shown
 
 Path = tuple[str | int, ...]
@@ -26,7 +26,7 @@ _UNKNOWN = "?"  # the segment of a key that was not read
 
 _MAX_DEPTH = 128
 # Values and ends of lists and objects that are read one by one: about a second. Runs of flat ones are not counted
-# (`serde_runs`).
+# (`serde_text`).
 _MAX_STEPS = 100_000
 # Read in one step of a thread that others share: a millisecond or two.
 _VALUES_A_STEP, _BYTES_A_STEP = 64, 2**16
@@ -123,7 +123,7 @@ class Reader:
 
     def _pass(self, run: re.Pattern[bytes], limit: int | None = None) -> None:
         """Pass over the bytes of a run, or over `limit` of them and some more."""
-        self.at = serde_runs.end_of_run(run, self.body, self.at, limit)
+        self.at = serde_text.end_of_run(run, self.body, self.at, limit)
 
     def value_start(self) -> Steps[int]:
         self._steps += 1
@@ -406,7 +406,7 @@ class Reader:
             while self.has_element(len(values)):
                 values.append((yield from self.any_value((*path, len(values)))))
                 if self.peek() == ord(","):
-                    end, more = serde_runs.integers(self.body, self.at + 1)
+                    end, more = serde_text.integers(self.body, self.at + 1)
                     if more:
                         values += more
                         self.at = end
@@ -450,7 +450,7 @@ class Reader:
         open_frames = bytearray()
         while True:
             if open_frames and open_frames[-1] == ord("["):
-                self.at = serde_runs.after_elements(self.body, self.at)
+                self.at = serde_text.after_elements(self.body, self.at)
             first = yield from self.value_start()
             accept_comma = True
             if first in _IDENTS:
@@ -462,7 +462,7 @@ class Reader:
                 self._skip_string()
             elif first in b"[{":
                 accept_comma = False
-                end, frames = serde_runs.opened(self.body, self.at)
+                end, frames = serde_text.opened(self.body, self.at)
                 self.at = end if frames else self.at + 1
                 open_frames += frames or bytes((first,))
                 if frames.endswith(b"{"):
@@ -472,7 +472,7 @@ class Reader:
             if not self._skip_ends(open_frames, accept_comma):
                 return
             if open_frames[-1] == ord("{"):
-                self.at = serde_runs.after_members(self.body, self.at)
+                self.at = serde_text.after_members(self.body, self.at)
                 first = self.after_space()
                 if first != ord('"'):
                     raise self.next_fault(EOF_OBJECT if first < 0 else "key must be a string")
@@ -482,7 +482,7 @@ class Reader:
     def _skip_ends(self, open_frames: bytearray, accept_comma: bool) -> bool:
         """Skip the ends of lists and objects, and the comma before the next value; whether there is one."""
         while len(open_frames) > 1:
-            self.at, ended = serde_runs.closed(self.body, self.at, open_frames)
+            self.at, ended = serde_text.closed(self.body, self.at, open_frames)
             if not ended:
                 break
             del open_frames[len(open_frames) - ended :]

@@ -17,8 +17,7 @@ import orjson
 
 from teimgr.wire.json_scan import Steps, completed, end_of_string, mentions, name_pattern, occurrences
 from teimgr.worker.dialects.serde_json import Fault, Path, Reader
-from teimgr.worker.dialects.serde_runs import end_of_run
-from teimgr.worker.dialects.serde_text import shown
+from teimgr.worker.dialects.serde_text import end_of_run, shown
 from teimgr.worker.dialects.serde_types import (
     AnyValue,
     Bool,

@@ -1,4 +1,4 @@
-"""A configuration file that is watched: swapped as Kubernetes swaps a ConfigMap, and written in place."""
+"""A watched configuration file: swapped as Kubernetes swaps a ConfigMap, and written in place. Alarms of full disks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from teimgr.config.sources import digest_of
-from teimgr.daemon.config_watch import BY, ConfigWatch
+from teimgr.daemon.watches import BY, ConfigWatch, DiskWatch, disk_usage
 from teimgr.errors import InvalidConfig
 from tests.support import models
 from tests.support.daemon_process import WarmDaemonProcess, toml
@@ -174,3 +174,30 @@ def test_a_daemon_takes_a_swapped_config_map_and_leaves_all_as_it_was_for_a_brok
         until(lambda: client.list() == [], "the end of the instance")
         until(lambda: "not reloaded" not in str(client.health().details["alarms"]), "the end of the alarm")
         assert _last(client, "reloaded").reason == "deleted mini; at once: aliases.x"
+
+
+async def test_a_disk_is_an_alarm_at_90_and_at_95_percent_with_its_folders_by_name_and_path() -> None:
+    used = {"/var/state": (1, 0.91), "/var/logs": (1, 0.91), "/models": (2, 0.96), "/run/teimgr": (3, 0.5)}
+
+    def usage(folder: Path) -> tuple[int, float, int]:
+        if str(folder) not in used:
+            raise PermissionError(folder)
+        return *used[str(folder)], 3 << 20
+
+    folders = {name: Path(path) for name, path in zip("abcd", used, strict=True)} | {"e": Path("/forbidden")}
+    watch = DiskWatch(folders, usage)
+    watch.look()
+    assert watch.alarms() == [
+        "the disk of a (/var/state), b (/var/logs) is over 90 % full: 3 MiB are left",
+        "the disk of c (/models) is over 95 % full: 3 MiB are left",
+    ]
+    [samples] = (await watch.page()).values()
+    assert {each.labels["folders"]: each.value for each in samples}["c (/models)"] == 0.96
+    used |= {"/var/state": (1, 0.5), "/models": (2, 0.5)}
+    watch.look()
+    assert watch.alarms() == []
+
+
+def test_a_folder_that_is_still_to_be_made_counts_as_the_disk_it_will_be_on(tmp_path: Path) -> None:
+    disk, used, left = disk_usage(tmp_path / "a" / "b")
+    assert (disk, 0 <= used <= 1, left > 0) == (tmp_path.stat().st_dev, True, True)

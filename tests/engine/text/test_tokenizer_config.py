@@ -9,7 +9,7 @@ import pytest
 from tests.support.models import CORPUS, build, edit, read, write
 from transformers import AutoTokenizer
 
-from teimgr.engine.text.tokenizer_checks import contradictions
+from teimgr.engine.text.tokenizer_config import contradictions
 from teimgr.engine.text.tokenizer_library import load_tokenizer
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.reading import read_layout

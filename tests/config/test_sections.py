@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.config.loaded_settings import load
 
-from teimgr.config.cluster import address_on_host
+from teimgr.config.sections import address_on_host
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig
 

@@ -1,17 +1,19 @@
-"""`[cluster]`: a fleet of several hosts, whose workers are placed and watched by Ray."""
+"""Sections of the settings: `[cluster]`, a fleet of several hosts by Ray; `[batches]`; `[on_demand]`."""
 
 # ruff: noqa: RUF009  `key` is dataclasses.field with metadata; it makes a new field at every call
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
 from teimgr.config.schema import ConfigFault
 from teimgr.models.hub import ModelsFrom
+from teimgr.models.source import is_hub_id
 from teimgr.spec import U16, U32, UNPRIVILEGED_PORT, key
 
 MAX_LABELS = 64
@@ -124,3 +126,39 @@ def address_on_host(host: str, head: str, own: str) -> str:
     except ValueError:
         return host
     return host if host != head and (address.is_loopback or address.is_unspecified) else own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSettings:
+    """Limits of the files and batches that `/v1/files` and `/v1/batches` keep, in the folder `batches` beside the state
+    file. Sizes are MiB or KiB as the names state.
+    """
+
+    enabled: bool = key(True, "serve /v1/files and /v1/batches")
+    max_file_mb: int = key(200, "largest uploaded file, MiB", low=1, high=U32)
+    max_key_mb: int = key(4096, "files of one API key, the results of its batches included, MiB", low=1, high=U32)
+    max_total_mb: int = key(16384, "files of all keys, MiB", low=1, high=U32)
+    max_files: int = key(1000, "files of one API key", low=1, high=100_000)
+    max_batches: int = key(100, "unfinished batches of one API key", low=1, high=10_000)
+    max_lines: int = key(50_000, "requests of one batch", low=1, high=1_000_000)
+    max_line_kb: int = key(
+        2048, "largest line of an input file, KiB; at most inference_max_body_mb counts", low=1, high=16384
+    )
+    concurrency: int = key(64, "requests of all batches in the workers at a time", low=1, high=1024)
+    retention_days: int = key(
+        30, "ended batches, and files that name no expires_after, are deleted after so long", low=1, high=3650
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDemandSettings:
+    """A call that names a model id of `models` gets an instance made for it, with `load = "on_demand"`."""
+
+    models: tuple[str, ...] = key((), "patterns of hub ids, such as 'BAAI/bge-*', that calls may load; none: no model")
+    idle_timeout_secs: int = key(600, "idle_timeout_secs of the instances that calls make", low=0, high=U32)
+    max_instances: int = key(100, "instances that calls may have made at a time", low=1, high=10_000)
+
+
+def allows(patterns: Sequence[str], model_id: str) -> bool:
+    """True if a call may have a model loaded: it is a hub id, and one of the patterns fits."""
+    return bool(patterns) and is_hub_id(model_id) and any(fnmatchcase(model_id, each) for each in patterns)
