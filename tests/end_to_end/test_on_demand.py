@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -17,7 +18,8 @@ from typing import Any
 import grpc
 import pytest
 from tests.support import models
-from tests.support.daemon_process import MINILM, WarmDaemonProcess
+from tests.support.daemon_process import MINILM, DaemonProcess, WarmDaemonProcess
+from tests.support.hub_server import files_of, lay_out
 from tests.support.polling import until
 
 from teimgr.client import Client
@@ -50,7 +52,7 @@ def client(daemon: WarmDaemonProcess) -> Iterator[Client]:
         yield client
 
 
-def post(daemon: WarmDaemonProcess, path: str, body: Any, limit_s: float = 120.0) -> tuple[int, Any, dict[str, str]]:
+def post(daemon: DaemonProcess, path: str, body: Any, limit_s: float = 120.0) -> tuple[int, Any, dict[str, str]]:
     request = urllib.request.Request(
         f"{daemon.api}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -173,6 +175,31 @@ def test_a_load_that_fails_for_good_is_told_without_a_time_to_come_again(
             assert failed.value.code() is grpc.StatusCode.INTERNAL
     finally:
         client.delete("broken")
+
+
+def test_a_model_whose_hub_cannot_be_reached_is_tried_by_calls_alone(tmp_path: Path) -> None:
+    """It was started again and again without end, and each of its calls waited for its whole deadline."""
+    files = files_of(models.build("bert", tmp_path / "built"))
+    daemon = DaemonProcess()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    environ = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path / "home")}
+    try:
+        with daemon.start(environ).client() as client:
+            client.create("far", "org/far", load="on_demand")
+            status, answer, headers = post(daemon, "/v1/embeddings", {"model": "far", "input": "rain"})
+            assert (status, "cannot be fetched" in answer["error"]["message"]) == (503, True), answer
+            assert 1 <= int({name.lower(): it for name, it in headers.items()}["retry-after"]) <= 30
+            failed = client.get("far")
+            assert (failed.status, failed.restarts) == (State.FAILED, 2)
+            until(lambda: client.get("far").status is State.UNLOADED, "the end of the pause", 60)
+            assert (client.get("far").pid, client.get("far").restarts) == (None, 2)
+            assert "cannot be fetched" in (client.get("far").reason or "")
+            lay_out(tmp_path / "home" / "hub", "org/far", files)
+            assert post(daemon, "/v1/embeddings", {"model": "far", "input": "rain"})[0] == 200
+            assert client.get("far").reason is None
+    finally:
+        daemon.close()
 
 
 def test_ollamas_keep_alive(daemon: WarmDaemonProcess, client: Client) -> None:

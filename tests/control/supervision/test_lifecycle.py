@@ -273,6 +273,34 @@ def test_a_failure_that_may_pass_is_tried_again_after_ever_longer_pauses(failure
     assert after(Command.STOP, life=life)[0].wake_at is None
 
 
+UNREACHABLE = Exited(Exit(1, ExitReport(Code.BACKEND_UNAVAILABLE, "the hub cannot be reached", permanent=False)))
+
+
+def test_a_model_on_demand_that_does_not_start_has_failed_and_the_next_call_tries_again() -> None:
+    """It was started again and again, without end and with nobody calling, and its calls waited for their deadlines."""
+    life, _ = after(Command.START, life=ReplicaState(policy=replace(POLICY, for_calls=True)))
+    for at, then in ((1.0, 2.0), (5.0, 7.0)):
+        life, _ = after((at, UNREACHABLE), life=life)
+        assert (life.phase, life.wake_at) == (Phase.WAITING, then)
+        life, _ = after((then, Tick()), life=life)
+    life, _ = after((10.0, UNREACHABLE), life=life)
+    assert (life.phase, life.reason, life.wake_at) == (Phase.FAILED, "the hub cannot be reached", 40.0)
+    assert (life.attempt, life.next_attempt_s(11.0)) == (None, None)
+
+    rested, effects = after((40.0, Tick()), life=life)
+    assert (rested.phase, rested.reason, rested.wake_at, effects) == (Phase.STOPPED, life.reason, None, [])
+    assert after((99.0, Command.START), life=rested)[1] == [Effect.LAUNCH]
+    assert after((40.0, Tick(others_serve=True)), life=life)[1] == [Effect.LAUNCH], "the fleet would stay one short"
+
+
+def test_a_model_on_demand_whose_starts_take_long_has_failed_after_the_time_of_one() -> None:
+    life, _ = after(
+        Command.START, (30.0, UNREACHABLE), (31.0, Tick()), life=ReplicaState(policy=replace(POLICY, for_calls=True))
+    )
+    assert after((89.0, UNREACHABLE), life=life)[0].phase is Phase.WAITING
+    assert after((90.0, UNREACHABLE), life=life)[0].phase is Phase.FAILED
+
+
 @pytest.mark.parametrize(
     "ended",
     [

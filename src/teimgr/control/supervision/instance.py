@@ -191,9 +191,8 @@ class ManagedInstance:
             restarts=self._past_restarts + sum(each.restarts for each in views),
             health_check_failures=sum(each.health_check_failures for each in views),
             last_health_check=max((each.last_health_check for each in views if each.last_health_check), default=None),
-            reason=self._unloaded_because
-            if state is State.UNLOADED
-            else next((each.reason for each in views if each.reason), None),
+            reason=(self._unloaded_because if state is State.UNLOADED else None)
+            or next((each.reason for each in views if each.reason), None),
             model=first.model,
             threads=first.threads,
             workers=(*views, *others),
@@ -243,6 +242,7 @@ class ManagedInstance:
             if self._is_closing:
                 raise Unavailable("the daemon is ending")
             if self.state is State.UNLOADED and not self._is_deleted:
+                self._unloaded_because = None
                 await self._send(self._serving, Command.START)
 
     async def unload(self, reason: str = "", incident: Incident | None = None) -> bool:

@@ -114,7 +114,9 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; `wake_at` may be reached."""
+    """Time has passed; `wake_at` may be reached. `others_serve`: another replica of the instance does."""
+
+    others_serve: bool = False
 
 
 Observation = (
@@ -163,7 +165,7 @@ WorkerDraining    -         REPLACING         REPLACING          REPLACING      
 ProbeOk           -         STARTING|RUNNING  RUNNING            REPLACING                -                 STOPPING   -
 ProbeFailed       -         STARTING          RUNNING|REPLACING  REPLACING                -                 STOPPING   -
 Exited            -         WAITING|FAILED    WAITING|FAILED     STARTING|WAITING|FAILED  -                 STOPPED    -
-Tick              STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED|STARTING
+Tick              STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED|STARTING|STOPPED
 """  # noqa: E501  a table is read by its columns
 
 FAILED_EXIT_LIMIT_S = 5.0
@@ -175,6 +177,10 @@ WORKING_LIMIT_S = 60.0
 
 ALARMING_FAILURES = 5
 """The number of consecutive failures that raise an alarm."""
+
+
+FAILURES_FOR_CALLS = 3
+"""After so many failed starts in a row those who wait for a model on demand are told."""
 
 
 class Phase(Enum):
@@ -241,7 +247,9 @@ class Backoff:
 
 
 LATER = Backoff(first_s=30.0, max_s=600.0)
-"""Pauses after failures that may pass: each attempt takes a device's memory, or minutes of its load slot."""
+"""Pauses after failures that may pass: each attempt takes a device's memory, or minutes of its load slot. A model on
+demand has the first one, in which its calls are refused; the next call starts it, and nothing else.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,9 +257,11 @@ class RestartPolicy:
     """Rules for restarts. With `max_probe_failures` 0 failed probes never lead to a restart.
 
     `process` is its name in reasons. `failed_exit_limit_s` is its time to exit after it failed before it was ready.
+    `for_calls`: of a model on demand, which calls load.
     """
 
     process: str = "worker"
+    for_calls: bool = False
     startup_timeout_s: float = 300.0
     failed_exit_limit_s: float = FAILED_EXIT_LIMIT_S
     max_probe_failures: int = 3
@@ -300,14 +310,19 @@ class ReplicaState:
     @property
     def attempt(self) -> int | None:
         """The number of the present or next start; None if no start failed before it."""
-        is_tried = self.phase is not Phase.FAILED or self.wake_at is not None
+        is_tried = self.phase is not Phase.FAILED or self._is_due
         starts = self.phase in (Phase.STARTING, Phase.WAITING, Phase.FAILED) and is_tried
         return self.streak + 1 if starts and self.streak else None
 
     def next_attempt_s(self, now: float) -> float | None:
         """Seconds until the next start; None while a process runs, or if no start is due."""
-        waits = self.phase in (Phase.WAITING, Phase.FAILED)
+        waits = self.phase is Phase.WAITING or (self.phase is Phase.FAILED and self._is_due)
         return max(0.0, self.wake_at - now) if waits and self.wake_at is not None else None
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether time alone starts a failed replica."""
+        return self.wake_at is not None and not self.policy.for_calls
 
     def is_failing(self, now: float) -> bool:
         """True if it keeps restarting: `ALARMING_FAILURES` in a row, or failures for a whole start timeout.
@@ -364,8 +379,8 @@ class ReplicaState:
                 return self._probe_failed(reason, missed, works, now)
             case Exited(exit, jitter):
                 return self._exited(exit, jitter, now)
-            case Tick():
-                return self._tick(now)
+            case Tick(others_serve):
+                return self._tick(now, others_serve)
             case _:
                 assert_never(event)
 
@@ -458,11 +473,15 @@ class ReplicaState:
         since = now if self.failing_since is None else self.failing_since
         ended = replace(self, failure=None, reason=failure.message, last_failure=failure.message, wake_at=None)
         ended = replace(ended, failing_since=since, last_code=failure.code)._without_probe_failures()
-        if failure.may_pass and not self._was_stable(now):
-            streak, wake_at = self.streak + 1, now + LATER.delay_s(self.streak + 1, jitter)
-            return replace(ended, phase=Phase.FAILED, streak=streak, ready_at=None, wake_at=wake_at), []
         if failure.permanent and not failure.may_pass:
             return replace(ended, phase=Phase.FAILED), []
+        gives_up = self.policy.for_calls and (
+            self.streak + 1 >= FAILURES_FOR_CALLS or now - since >= self.policy.startup_timeout_s
+        )
+        if (failure.may_pass or gives_up) and not self._was_stable(now):
+            streak = self.streak + 1
+            wake_at = now + LATER.delay_s(1 if self.policy.for_calls else streak, jitter)
+            return replace(ended, phase=Phase.FAILED, streak=streak, ready_at=None, wake_at=wake_at), []
         return ended._wait(jitter, now), []
 
     def _was_stable(self, now: float) -> bool:
@@ -478,9 +497,11 @@ class ReplicaState:
             self, phase=Phase.WAITING, streak=streak, failing_since=since, ready_at=None, wake_at=now + delay_s
         )
 
-    def _tick(self, now: float) -> tuple[ReplicaState, list[Effect]]:
+    def _tick(self, now: float, others_serve: bool) -> tuple[ReplicaState, list[Effect]]:
         if self.wake_at is None or now < self.wake_at:
             return self, []
+        if self.phase is Phase.FAILED and self.policy.for_calls and not others_serve:
+            return replace(self, phase=Phase.STOPPED, wake_at=None), []
         if self.phase in (Phase.WAITING, Phase.FAILED):
             return self._launch(now, again=True)
         failure = self.failure or FailureCause(f"not ready within {self.policy.startup_timeout_s:g} s", may_pass=True)

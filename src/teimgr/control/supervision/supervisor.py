@@ -409,6 +409,8 @@ class Supervisor(LifecycleTask):
         else:
             has_crashed = isinstance(item, Exited) and self._report_crash(item.exit)
             self._record(item)
+            if isinstance(item, Tick):
+                item = Tick(any(each.state is State.RUNNING for each in self._owner.siblings_of(self)))
             self._step(item, has_crashed=has_crashed)
         async with self._settled:
             self._settled.notify_all()
@@ -597,6 +599,5 @@ class Supervisor(LifecycleTask):
 
 
 def _policy_of(spec: InstanceSpec, context: SupervisorContext) -> RestartPolicy:
-    if not spec.startup_timeout_secs:
-        return context.policy
-    return replace(context.policy, startup_timeout_s=spec.startup_timeout_secs)
+    limit_s = spec.startup_timeout_secs or context.policy.startup_timeout_s
+    return replace(context.policy, startup_timeout_s=limit_s, for_calls=spec.load == "on_demand")
