@@ -94,9 +94,12 @@ def processes(daemon: DaemonProcess) -> dict[str, int]:
     """The pids of the worker and of the mux, which a restart leaves as they are."""
     with daemon.client() as client:
         worker = client.get("a").pid
-    mux = json.loads((daemon.folder / "run" / "mux-0.run").read_text())["pid"]
     assert worker is not None
-    return {"worker": worker, "mux": mux}
+    return {"worker": worker, "mux": pid_in(daemon.folder / "run" / "mux-0.run")}
+
+
+def pid_in(run_file: Path) -> int:
+    return int(json.loads(run_file.read_text())["pid"])
 
 
 def pid(daemon: DaemonProcess, socket: str | None = None) -> int:
@@ -274,6 +277,31 @@ link.recv(100)
         await succession.begin()
 
 
+def test_a_second_restart_while_the_mux_is_being_replaced_meets_no_gap(daemon: DaemonProcess, model: Path) -> None:
+    """The former mux was ended before the one that follows it listened: connections to gRPC were refused."""
+    config, run_file, log = (daemon.folder / each for each in ("teimgr.toml", "run/mux-0.run", "daemon.log"))
+    with daemon.client() as client:
+        client.create("a", str(model), dtype="float32")
+        client.wait_until_running("a", deadline_s=LIMIT_S)
+        port = client.get("a").port
+    first, former = pid(daemon), processes(daemon)["mux"]
+    config.write_text(toml(daemon.settings | {"grpc_max_parallel_streams": 99}))
+    with SteadyLoad(daemon, "a", port) as calls:
+        os.kill(first, signal.SIGUSR2)
+        until(lambda: pid_in(run_file) != former, "the next mux", LIMIT_S)
+        os.kill(following := pid_in(run_file), signal.SIGSTOP)  # a start that takes its time
+        second = pid(daemon)
+        os.kill(second, signal.SIGUSR2)
+        until(lambda: log.read_text().count("ready, and takes over") == 2, "another daemon", LIMIT_S)
+        calls.progress(20)
+        os.kill(following, signal.SIGCONT)
+        until(lambda: pid(daemon) not in (first, second), "the third daemon", LIMIT_S)
+        until(lambda: not psutil.pid_exists(former), "the end of the former mux", LIMIT_S)
+        calls.progress(20)
+    assert calls.failures == {}
+    assert processes(daemon)["mux"] == following
+
+
 def test_a_reload_before_the_word_is_the_next_daemons_once_it_serves(daemon: DaemonProcess, model: Path) -> None:
     """It planned against a fleet that was not read yet: all failed with "already exists", and an alarm stayed."""
     config, first = daemon.folder / "teimgr.toml", pid(daemon)
@@ -342,11 +370,13 @@ async def main():
         return 7
     succession = Succession({{}}, lambda follower: None, {{}})
     follower = await succession.begin()
+    os.kill(follower.pid, signal.SIGSTOP)
+    given = [succession.give_word()] if sys.argv[2:] == ["unread"] else []
     os.kill(follower.pid, signal.SIGKILL)
     os.waitid(os.P_PID, follower.pid, os.WEXITED | os.WNOWAIT)
     kept, passed = socket.socketpair()
     succession.pass_on(passed)
-    assert succession.give_word() is None
+    assert (given or [succession.give_word()]) == ([follower.pid] if given else [None])
     async with asyncio.timeout(10):
         await succession.all_passed_on(60)
     return succession.leave(0)
@@ -356,8 +386,9 @@ sys.exit(asyncio.run(main()))
 
 
 @pytest.mark.parametrize("has_parent", [False, True], ids=["alone", "with a parent"])
-def test_where_the_next_one_dies_before_the_word_the_old_one_starts_again_in_its_place(
-    tmp_path: Path, has_parent: bool
+@pytest.mark.parametrize("word", ["not sent", "unread"])
+def test_where_the_next_one_dies_before_it_has_the_word_the_old_one_starts_again_in_its_place(
+    tmp_path: Path, has_parent: bool, word: str
 ) -> None:
     """Both were gone, and workers and muxes without a daemon."""
     script, lives = tmp_path / "daemon.py", tmp_path / "lives"
@@ -366,12 +397,15 @@ def test_where_the_next_one_dies_before_the_word_the_old_one_starts_again_in_its
     with ours, theirs:
         number = str(theirs.fileno())
         environ = os.environ | ({LINK: number} if has_parent else {})
-        command = [sys.executable, str(script), str(lives)]
+        command = [sys.executable, str(script), str(lives), word]
         with subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()]) as process:
             assert process.wait(LIMIT_S) == 7
         link = number if has_parent else None
         assert lives.read_text().splitlines() == [f"{process.pid} {link}"] * 2
         ours.setblocking(False)
+        if has_parent and word == "unread":
+            ours.recv(64)
+            assert ours.recv(64).decode() == str(process.pid), "the one that serves again"
         with pytest.raises(BlockingIOError):  # its parent was not given the pid of one that is gone
             ours.recv(64)
 

@@ -76,7 +76,7 @@ def _stay(child: int, link: socket.socket) -> NoReturn:
     daemons: dict[int, int | None] = {child: None}  # the last one serves; with the exit statuses of those reaped here
     while True:
         if successor := _successor(link):
-            daemons[successor] = None
+            daemons[successor] = daemons.pop(successor, None)  # the last one: perhaps the one before, once more
         if number != signal.SIGCHLD:
             with suppress(ProcessLookupError):  # a successor that is gone, whose predecessor has not exited yet
                 os.kill([*daemons][-1], number)  # else not reaped yet, so the pid is its own

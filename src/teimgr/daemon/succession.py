@@ -10,8 +10,9 @@
 
 Clients that connect meanwhile wait in the backlog of the listening sockets, which both have. Open HTTP/1 connections
 are passed on between two requests (not with TLS, whose state is in the old process). A successor that does not get
-ready changes nothing; one that ends between ready and the word is replaced by the old process, which starts its command
-line again in its own place. The two have a socket pair, whose messages are JSON with descriptors.
+ready changes nothing; one that ends between ready and the word, or has not read it, is replaced by the old process,
+which starts its command line again in its own place. The two have a socket pair, whose messages are JSON with
+descriptors.
 """
 
 from __future__ import annotations
@@ -338,7 +339,7 @@ class Succession:
         """Return when the successor has every connection, or at the limit. Others end with this process."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while self._queue is not None and self._queue.is_sending and not self._is_word_lost:  # noqa: ASYNC110
+                while self._queue is not None and self._queue.is_sending and not self._has_lost_word():  # noqa: ASYNC110
                     await asyncio.sleep(_SENT_POLL_S)
 
     def give_word(self) -> int | None:
@@ -352,12 +353,29 @@ class Succession:
             self._is_word_lost = True
             log.critical("the next daemon ended before it took over", extra={"reason": str(error)})
             return None
-        if self._parent is not None:
-            with contextlib.suppress(OSError):
-                self._parent.send(str(self._child.pid).encode())
+        self._tell_parent(self._child.pid)
         if self._owes_reload:
             self._child.send_signal(signal.SIGHUP)
         return self._child.pid
+
+    def _tell_parent(self, pid: int) -> None:
+        """Name the daemon that serves from now on."""
+        if self._parent is not None:
+            with contextlib.suppress(OSError):
+                self._parent.send(str(pid).encode())
+
+    def _has_lost_word(self) -> bool:
+        """Whether the successor ended before it took over: a connection whose messages were not read is reset."""
+        if not self._is_word_lost and self._control is not None:
+            try:
+                self._control.recv(1, socket.MSG_DONTWAIT)
+            except ConnectionResetError:
+                self._is_word_lost = True
+                log.critical("the next daemon ended before it took over", extra={"reason": "it has not read the word"})
+                self._tell_parent(os.getpid())
+            except OSError:  # it lives
+                pass
+        return self._is_word_lost
 
     def send_signal(self, number: int) -> None:
         """Pass a signal on to the successor, if there is one: SIGHUP once it has the word, others at once."""
@@ -374,7 +392,7 @@ class Succession:
         """
         if not self.has_given_word or self._child is None:
             return status
-        if self._is_word_lost and not self._is_to_end and not self.tells_supervisor:
+        if self._has_lost_word() and not self._is_to_end and not self.tells_supervisor:
             self._start_again()
         if (ended := self._child.poll()) is not None:
             return ended if ended >= 0 else 128 - ended

@@ -39,6 +39,7 @@ class Fleet:
         self.notes: list[Incident] = []
         self.time = 0.0
         self.last_update: UpdateView | None = None
+        self.rolls = False  # an update takes its time
 
     def get(self, name: str) -> InstanceView:
         if self.spec is None or name != "a":
@@ -50,7 +51,10 @@ class Fleet:
 
     async def update(self, name: str, changes: Mapping[str, Any]) -> InstanceView:
         assert self.spec is not None
-        self.spec = with_changes(self.spec, changes)
+        if self.rolls:
+            self.last_update = UpdateView(state="rolling", changes=tuple(changes))
+        else:
+            self.spec = with_changes(self.spec, changes)
         return self.get(name)
 
     def note(self, name: str, incident: Incident) -> None:
@@ -154,6 +158,43 @@ async def test_one_whose_update_failed_is_refused_with_the_reason_and_an_event()
     assert setup.state() == ("refused", "no room on any host")
     assert [each.event for each in setup.fleet.notes] == ["applied", "refused"]
     assert setup.fleet.notes[1].reason.startswith("idle.a: load = on_demand")
+
+
+async def test_one_is_taken_back_only_once_the_update_that_does_it_is_over() -> None:
+    """It was told as taken back when that update was accepted: one that then failed left the change."""
+    setup = Setup()
+    await setup.applied()
+    [record] = setup.advisor.applied()
+    setup.fleet.rolls = True
+    for tries in (1, 2, 3):
+        setup.fleet.time += 61
+        await setup.advisor.judge()
+        assert (setup.state()[0], record.reversal is not None, record.tries) == ("watched", True, tries)
+        setup.fleet.last_update = UpdateView(state="failed", changes=tuple(record.patch), reason="no room on any host")
+        await setup.advisor.judge()
+        assert setup.state() == ("watched", "not taken back: no room on any host")
+    assert [each.event for each in setup.fleet.notes] == ["applied"]
+    setup.fleet.time += 61
+    await setup.advisor.judge()
+    assert setup.state() == ("refused", "not taken back: no room on any host")
+    assert setup.fleet.notes[1].reason.startswith("idle.a: load = eager")
+
+
+async def test_the_next_daemon_sees_that_the_update_which_takes_one_back_is_over(tmp_path: Path) -> None:
+    setup = Setup(tmp_path / "kept.json")
+    before = setup.fleet.spec
+    await setup.applied()
+    setup.fleet.rolls, setup.fleet.time = True, 61
+    await setup.advisor.judge()
+    assert setup.state()[0] == "watched"
+
+    setup.fleet.spec, setup.fleet.last_update = before, None
+    setup.advisor = setup.made()
+    setup.advisor.restore()
+    await setup.advisor.judge()
+
+    assert setup.state()[0] == "taken_back"
+    assert setup.fleet.notes[-1].event == "taken_back"
 
 
 async def test_a_deleted_instance_ends_its_record() -> None:

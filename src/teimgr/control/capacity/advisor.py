@@ -29,6 +29,7 @@ SEEN_PART = 0.5  # of a window: an instance without a call in its first seconds 
 MAX_WINDOW_S = int(HOUR_S)
 _SECTION = "applied"
 _KEPT = 100
+_MAX_TRIES = 3  # to take it back
 _MAX_EXTENSIONS = 3  # of the window, while too little is computed to judge by
 _NOT_AGAIN_S = 86400.0  # after it was taken back
 _CARD_PER_HELD = 2  # room on a card, for what a worker holds on the host
@@ -53,8 +54,9 @@ class Fleet(Protocol):
 class Applied:
     """A recommendation that was applied; `before` has the keys as they were, `until` is when it is judged (Unix time).
 
-    `state` is `watched`, `kept`, `taken_back`, `refused` where its update failed, or `superseded` where someone changed
-    the keys meanwhile; `result` is the reason.
+    `state` is `watched`, `kept`, `taken_back`, `refused` where its update failed, or each that took it back, or
+    `superseded` where someone changed the keys meanwhile; `result` is the reason. `reversal` are the figures for which
+    an update takes it back, the `tries`-th one.
     """
 
     id: str
@@ -69,6 +71,8 @@ class Applied:
     extensions: int = 0
     state: str = "watched"
     result: str | None = None
+    reversal: str | None = None
+    tries: int = 0
 
     def ends(self, state: str, result: str) -> None:
         self.state, self.result = state, result
@@ -209,15 +213,23 @@ class Advisor:
             self._keep()
 
     async def _judge(self, record: Applied, view: InstanceView, cards: Inventory) -> None:
-        now = {name: getattr(view.spec, name) for name in record.patch}
+        now, update = {name: getattr(view.spec, name) for name in record.patch}, view.update
+        has_failed = update is not None and update.state == "failed" and {*update.changes} == {*now}
+        if record.reversal is not None and now == record.before:
+            record.ends("taken_back", record.reversal)
+            record.until = self._clock()
+            self._tell(record, "taken_back", f"{_words(record.patch)} is taken back: {record.result}")
+            return
         if now != record.patch:
-            update = view.update
-            if update and update.state == "failed" and {*update.changes} == {*now} and now == record.before:
+            if update and has_failed and now == record.before:
                 record.ends("refused", update.reason or "the update failed")
                 self._tell(record, "refused", f"{_words(record.patch)} is not applied: {record.result}")
             else:
                 record.ends("superseded", f"{_words(now)} since: changed by someone")
             return
+        if record.reversal is not None and update and has_failed:
+            record.reversal, record.result = None, f"not taken back: {update.reason or 'the update failed'}"
+            log.warning("not taken back", extra={"instance": record.instance, "reason": update.reason})
         if self._clock() < record.until:
             return
         seen = self._observe(record.instance, cards, record.window_secs * (1 + record.extensions))
@@ -230,14 +242,24 @@ class Advisor:
         elif is_met:
             record.ends("kept", figures)
             log.info("recommendation kept", extra={"instance": record.instance, "reason": figures})
+        elif record.tries == _MAX_TRIES:
+            record.ends("refused", record.result or "the update failed")
+            self._tell(record, "refused", f"{_words(record.before)} is not applied: {record.result}")
         else:
-            try:
-                await self._fleet.update(record.instance, record.before)
-            except TeimgrError as error:  # tried again at the next reading
-                log.warning("not taken back", extra={"instance": record.instance, "reason": error.message})
-                return
-            record.ends("taken_back", figures)
-            self._tell(record, "taken_back", f"{_words(record.patch)} is taken back: {figures}")
+            await self._take_back(record, figures, cards)
+
+    async def _take_back(self, record: Applied, figures: str, cards: Inventory) -> None:
+        """Begin the update that restores the keys: it is over at a later reading, or tried again after a window."""
+        record.reversal, record.tries, record.until = figures, record.tries + 1, self._clock() + record.window_secs
+        try:
+            await self._fleet.update(record.instance, record.before)
+        except TeimgrError as error:
+            record.reversal, record.result = None, f"not taken back: {error.message}"
+            log.warning("not taken back", extra={"instance": record.instance, "reason": error.message})
+            return
+        view = self._fleet.get(record.instance)
+        if view.update is None or view.update.state != "rolling":  # it needed no other workers
+            await self._judge(record, view, cards)
 
     def _observe(self, name: str, cards: Inventory, window_s: float) -> Observation:
         view, history = self._fleet.get(name), self._histories.get(name)

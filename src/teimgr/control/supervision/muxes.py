@@ -13,7 +13,7 @@ import random
 import re
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -314,7 +314,9 @@ class MuxSupervisor(LifecycleTask):
                 await self._end(failed, 0)
             self.launcher.record(old)
             return
-        except asyncio.CancelledError:  # the daemon ends: the next daemon finds the new mux, and sends it routes
+        except asyncio.CancelledError:  # the daemon ends: the next one finds the new mux, which has to listen by then
+            with suppress(MuxLost, OSError):
+                await self._give_routes(new)
             old.send_signal(signal.SIGTERM)
             raise
         log.info("replacing a mux without a gap", extra={"mux": self.name, "pid": old.pid, "successor": new.pid})
