@@ -180,7 +180,7 @@ ALARMING_FAILURES = 5
 
 
 FAILURES_FOR_CALLS = 3
-"""After so many failed starts in a row those who wait for a model on demand are told."""
+"""The number of consecutive failed starts after which the calls that wait for a model on demand are refused."""
 
 
 class Phase(Enum):
