@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 import pytest
 from tests.support.rest_listener import MODEL
 
-from teimgr.engine.job import Input, Lane, Output, Pair
+from teimgr.engine.job import InferOptions, Input, Lane, MediaFile, Output, Pair
 from teimgr.errors import InvalidInput, Overloaded
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import UNCOUNTED_BYTES, varint
-from teimgr.worker.calls import MethodCall, WorkerCall, _stops_of_pieces, lane_of, max_token_bytes, parsed
+from teimgr.worker.calls import (
+    CallReply,
+    MethodCall,
+    Submission,
+    WorkerCall,
+    _stops_of_pieces,
+    counted,
+    lane_of,
+    max_token_bytes,
+    parsed,
+)
 from teimgr.worker.limiter import CallLimiter
 
 
@@ -320,6 +331,24 @@ def test_token_vectors_are_weighed_by_the_characters_up_to_the_models_limit(
     )
 
     assert max_token_bytes(model, frozenset(outputs), inputs) == tokens * width * 4
+
+
+class _Uncountable(list[Input]):
+    """Inputs that no one may look at one by one."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("the inputs were looked at")
+
+
+def test_the_loop_does_not_count_again_what_a_thread_has_counted() -> None:
+    """100,000 pairs took 12 ms for their characters and twice 14 ms for the tokens of their images."""
+    picture = MediaFile(data=b"", format="PNG", tokens=70, digest=b"")
+    part = counted([Pair("a", "bc"), picture], InferOptions())
+    part = part._replace(inputs=_Uncountable(part.inputs))
+
+    [job] = Submission(WorkerCall(1, Lane.BULK), [part], lambda job: CallReply(b"")).jobs
+
+    assert (job.chars, job.tokens_of_media()) == (3, 70)
 
 
 def test_what_the_library_parses_is_counted_from_64_kib_on() -> None:

@@ -212,9 +212,10 @@ class Job:
     `share` is the share of the job's tenant, `tenant` the tenant's number: 0 for none, negative for the engine itself.
     `account` is charged before the job's rows are queued; if it refuses, the job is delivered with only `refused`.
     `cut_to` is the number of dimensions that dense vectors are cut to, None for all; with `is_rounded` they become the
-    model's integers. `chars` counts ids for an input that is given as ids; the job counts if it is not given. The three
-    times are means over the served rows: from submission to queue, from queue to the start of the batch, and the
-    duration of the row's batch.
+    model's integers. `chars` counts ids for an input that is given as ids; the job counts if it is not given, and
+    counts `media_tokens`, those of images and sounds, when asked (`tokens_of_media`). The three times are means over
+    the served rows: from submission to queue, from queue to the start of the batch, and the duration of the row's
+    batch.
     """
 
     inputs: Sequence[Input]
@@ -224,6 +225,7 @@ class Job:
     context: object = None
     tenant: int = 0
     chars: int = -1
+    media_tokens: int = -1
     share: Share = field(default=EQUAL, init=False)
     account: Account | None = field(default=None, init=False)
     refused: TeimgrError | None = field(default=None, init=False)
@@ -270,6 +272,12 @@ class Job:
             self.tokens_of = [None] * rows
         if Output.MULTI_VECTOR in outputs:
             self.multi_vectors = [None] * rows
+
+    def tokens_of_media(self) -> int:
+        """The tokens of its images and sounds, which are known before they are decoded."""
+        if self.media_tokens < 0:
+            self.media_tokens = total_media_tokens(self.inputs)
+        return self.media_tokens
 
     def cancel(self) -> None:
         """Skip the rows that have not started, and never deliver the job. Any thread may call it."""
@@ -369,6 +377,13 @@ def total_characters(inputs: Sequence[Input]) -> int:
     if _NOT_SIZED.isdisjoint(map(type, inputs)):  # as most: then C looks at each
         return sum(map(len, cast(Sequence[str], inputs)))
     return sum(map(characters, inputs))
+
+
+def total_media_tokens(inputs: Sequence[Input]) -> int:
+    """The tokens of the images and sounds in all inputs together."""
+    if isinstance(inputs, (TextColumn, SharedTexts)):
+        return 0
+    return sum([one.tokens for item in inputs for one in pictures_of(item)])
 
 
 # By kind of model or for any (None): the message of an output that a model lacks.

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 # Bounds on a worker's memory: bytes of admitted calls, as a multiple of the largest payload; and calls that wait.
 _MAX_PAYLOADS = 8
 _MAX_QUEUED = 65536
+# Inputs of a call that are freed on a thread: 90,000 pairs would hold the loop for 20 ms.
+_MANY_INPUTS = 10_000
 # A call is refused at once if its answer is expected after this part of the time to its deadline. The estimate may be
 # wrong by a quarter, and an answer that comes just too late has cost as much as one in time.
 _PART_OF_DEADLINE = 0.75
@@ -290,12 +292,12 @@ class Dispatcher:
 
     # Stages 2 and 3: result memory and the engine.
 
-    def submit(self, call: WorkerCall, parts: Sequence[Part], encode: Encode) -> None:
+    def submit(self, call: WorkerCall, parts: Sequence[Part], encode: Encode, result_bytes: int | None = None) -> None:
         """Like `infer`, for a call that was admitted before its inputs were read; no-op if it was cancelled since.
 
-        `encode` gets all inputs, in the order of the call.
+        `encode` gets all inputs, in the order of the call. `result_bytes` is as in `Submission`.
         """
-        self._enter(Submission(call, parts, encode, has_waited=True))
+        self._enter(Submission(call, parts, encode, has_waited=True, result_bytes=result_bytes))
 
     def _enter(self, submission: Submission) -> None:
         """Start the engine jobs of an admitted call once the result budget has room."""
@@ -415,9 +417,9 @@ class Dispatcher:
         with suppress(RuntimeError):  # the process is stopping
             self._loop.call_soon_threadsafe(self._free_on_codec_thread, members)
 
-    def _free_on_codec_thread(self, members: dict[str, Any]) -> None:
+    def _free_on_codec_thread(self, values: dict[str, Any] | list[Sequence[Input]]) -> None:
         with suppress(RuntimeError):
-            self._codec.submit(_freed_in_short_turns, members)
+            self._codec.submit(_freed_in_short_turns, values)
 
     async def on_tokenizer_thread(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Run `work` that tokenizes a caller's texts on its own thread, so that codecs are not held up."""
@@ -496,8 +498,12 @@ class Dispatcher:
             self.metrics.failed(known)
 
     def _release(self, call: WorkerCall) -> bool:
-        if (submission := self._submissions.pop(call, None)) is not None and submission.accounts:
-            submission.settle()
+        if (submission := self._submissions.pop(call, None)) is not None:
+            if submission.accounts:
+                submission.settle()
+            many = [part.inputs for part in submission.parts if len(part.inputs) > _MANY_INPUTS]
+            if many:  # once nothing else here refers to them
+                self._loop.call_soon(self._free_on_codec_thread, many)
         self._result_budget.leave(call)
         if (awaited := self._awaiting.pop(call, None)) is not None:
             awaited.cancel()  # ends the task that waits
@@ -567,9 +573,9 @@ def _link_fetcher(spec: WorkerSpec) -> LinkFetcher | None:
     return LinkFetcher(spec.media_url_hosts, spec.media_url_networks, spec.max_message_bytes)
 
 
-def _freed_in_short_turns(members: dict[str, Any]) -> None:
+def _freed_in_short_turns(values: dict[str, Any] | list[Sequence[Input]]) -> None:
     with short_turns():
-        free(members)
+        free(values)
 
 
 def _one_step(work: Callable[..., ResultT], *arguments: object) -> Steps[ResultT]:

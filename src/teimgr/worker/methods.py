@@ -6,7 +6,7 @@ and serialising it takes some 58 µs, joining the bytes a quarter of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.worker import arrow_calls
 from teimgr.worker.calls import (
     CallReply,
+    DeferredReply,
     Encode,
     MethodCall,
     Part,
@@ -68,6 +69,11 @@ _MAX_DECODE_BYTES = 2**18
 _LARGE_MESSAGE_BYTES = 256 * 1024
 # Limit on the tokens of a `Tokenize` reply, which is serialised in one call that holds the GIL: some milliseconds.
 _TOKENS_AT_ONCE = 10_000
+# Of a reply to `Rerank`, serialised in one call: 2 ms. One of 40 MB held the GIL for 105 ms.
+_RANKED_BYTES = 2**20
+_RANK_BYTES = 20  # without its text
+# A codec thread encodes replies with more: a microsecond or two each.
+_MANY_RANKS = 1024
 ScoringRequest = tei_pb2.PredictRequest | tei_pb2.PredictPairRequest | tei_pb2.RerankRequest
 
 
@@ -288,14 +294,28 @@ def _score_options(message: ScoringRequest, *, listed: bool = False) -> InferOpt
 def _rank_encoder(dispatcher: Dispatcher, call: WorkerCall, pairs: Sequence[Pair], return_text: bool) -> Encode:
     def encode(job: Job) -> CallReply:
         raise_first(job)
-        message = tei_pb2.RerankResponse()
-        for row, score in ranks(job.scores):
-            message.ranks.add(index=row, score=score, text=pairs[row].second if return_text else None)
         timings = call.timings(job)
-        payload = with_metadata(timings, message.SerializeToString())
+        payload = joined([*_ranked(job, pairs if return_text else None), with_metadata(timings)])
         return CallReply(within(payload, dispatcher.spec.max_message_bytes), timings)
 
-    return encode
+    def encode_off_finisher(job: Job) -> CallReply | DeferredReply:
+        is_long = len(pairs) > _MANY_RANKS or (return_text and call.size_bytes > _LARGE_MESSAGE_BYTES)
+        return DeferredReply(partial(encode, job)) if is_long else encode(job)
+
+    return encode_off_finisher
+
+
+def _ranked(job: Job, pairs: Sequence[Pair] | None) -> Iterator[bytes]:
+    """The ranks of a `tei.v1.RerankResponse`, with the texts of `pairs`, in parts of `_RANKED_BYTES`."""
+    message, size = tei_pb2.RerankResponse(), 0
+    for row, score in ranks(job.scores):
+        text = None if pairs is None else pairs[row].second
+        message.ranks.add(index=row, score=score, text=text)
+        size += _RANK_BYTES if text is None else _RANK_BYTES + len(text)
+        if size > _RANKED_BYTES:
+            yield message.SerializeToString()
+            message, size = tei_pb2.RerankResponse(), 0
+    yield message.SerializeToString()
 
 
 # Info and tokenization, which need no device.

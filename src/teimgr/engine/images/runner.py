@@ -10,12 +10,11 @@ from teimgr.engine.finisher import Failures
 from teimgr.engine.images.inputs import EncodedPicture
 from teimgr.engine.images.model import PicturedModel
 from teimgr.engine.intake import Intake
-from teimgr.engine.job import Job, pictures_of
+from teimgr.engine.job import Job
 from teimgr.engine.known_results import DistinctInputs
 from teimgr.engine.runner import Runner
 from teimgr.engine.text.tokenizer import TokenizeOptions
 from teimgr.errors import TeimgrError
-from teimgr.wire.text_column import SharedTexts, TextColumn
 
 
 class PictureIntake(Intake):
@@ -23,10 +22,7 @@ class PictureIntake(Intake):
 
     def estimate(self, job: Job, options: TokenizeOptions) -> int:
         """Estimate the tokens of a job before it is tokenized."""
-        texts = super().estimate(job, options)
-        if isinstance(job.inputs, (TextColumn, SharedTexts)):
-            return texts
-        return texts + sum([one.tokens for item in job.inputs for one in pictures_of(item)])
+        return super().estimate(job, options) + job.tokens_of_media()
 
 
 class PictureRunner(Runner):
