@@ -376,7 +376,7 @@ def _model_class(layout: Layout, config: Any) -> Any:
 
 
 def _without_pooler(kind: Any) -> dict[str, bool]:
-    """Remove BERT's pooler: embeddings do not use it, and many checkpoints lack its weights."""
+    """Return the option to leave out BERT's pooler, which embeddings do not use and many checkpoints lack."""
     return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind.__init__).parameters else {}
 
 

@@ -59,7 +59,7 @@ def risk_of_fewer_bits(model: Model) -> str | None:
     if "linear_attention" in (getattr(texts, "layer_types", None) or ()):
         return "linear attention carries its errors along a text"
     if isinstance(model.backbone, Transformer) and model.backbone.has_tasks:
-        return "tasks have weights of their own, which differ in what they lose"
+        return "each task has its own weights, and the loss of precision differs between them"
     return None
 
 

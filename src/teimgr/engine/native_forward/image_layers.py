@@ -1,7 +1,8 @@
-"""The layers of a model of images on a CPU in one call of our library, as those of texts: `forward_kernel`.
+"""Native layers of image models on a CPU: the layers of one half of a model in one call of the C library, as for texts
+(`forward_kernel`).
 
-The image half of a model, and the texts' half of one that reads pages: what these compute between their embeddings and
-their last states.
+They replace the layers between embeddings and last hidden states, in the image half of a model and in the text half of
+one that reads pages.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ _VISION, _TEXTS = ("vision_tower", "vision_model"), ("language_model", "text_mod
 
 
 class NativeLayers(nn.Module):
-    """Takes the place of an image half's layers: embedded pictures [N, T, width] → their hidden states; [N, 1, width],
-    those of the first token, once `first_alone` is set, where nothing behind reads others.
+    """Replaces the layers of an image half: embedded pictures [N, T, width] → hidden states of the same shape.
+
+    With `first_alone` the result is [N, 1, width], the state of the first token, for models in which nothing reads the
+    others.
     """
 
     def __init__(self, kernel: ForwardKernel) -> None:
@@ -44,7 +47,7 @@ class NativeLayers(nn.Module):
 
 
 class NativePatches(nn.Module):
-    """Takes the place of a convolution of patches beside each other: one linear layer of their numbers."""
+    """Replaces a convolution of non-overlapping patches by one linear layer of their numbers."""
 
     def __init__(self, own: nn.Conv2d, dtype: torch.dtype) -> None:
         super().__init__()
@@ -67,7 +70,7 @@ class NativePatches(nn.Module):
 
 
 def put_native_patches(vision: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, str, nn.Conv2d]]:
-    """Replace the convolutions of patches in an image half; returns these with their places.
+    """Replace the convolutions of patches in an image half; returns them with their places.
 
     Raises:
         CannotLowerError: as `native_layers`.
@@ -84,7 +87,7 @@ def put_native_patches(vision: nn.Module, dtype: torch.dtype) -> list[tuple[nn.M
 
 
 class NativeTexts(nn.Module):
-    """Takes the place of a texts' half: embedded tokens [N, T, width], no padding among them → their hidden states."""
+    """Replaces a text half: embedded tokens [N, T, width] without padding → hidden states of the same shape."""
 
     def __init__(self, own: Any, kernel: ForwardKernel) -> None:
         super().__init__()
@@ -118,7 +121,8 @@ def _states(kernel: ForwardKernel, embedded: Tensor, positions: Tensor | None = 
 
 
 class _BehindRows(nn.Module):
-    """Layers behind a table of rows, as a forward is traced from token ids on. `own` has the attention that is set."""
+    """Layers that read a table of rows, so that the forward can be traced from token ids. `own` has the attention that
+    is set."""
 
     def __init__(self, own: Any, run: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -134,7 +138,7 @@ class _BehindRows(nn.Module):
 
 
 class _Config:
-    """What a trace reads of a configuration."""
+    """The part of a configuration that a trace reads."""
 
     vocab_size = TRACED_TOKENS
 
@@ -146,7 +150,7 @@ class _Config:
 
 
 def native_layers(vision: Any, dtype: torch.dtype) -> NativeLayers:
-    """What may take the place of `vision.encoder`, a library's layers in float32.
+    """Make a native replacement for `vision.encoder`, the library's layers in float32.
 
     Raises:
         CannotLowerError: the layers, the CPU or the installation do not allow it.
@@ -157,8 +161,8 @@ def native_layers(vision: Any, dtype: torch.dtype) -> NativeLayers:
 
 
 def native_texts(texts: Any, dtype: torch.dtype, *, sees_all: bool) -> NativeTexts:
-    """What may take the place of `texts`, a library's half in float32. `sees_all`: each token attends to all of its
-    input, though the half alone is causal.
+    """Make a native replacement for `texts`, the library's text half in float32. With `sees_all` each token attends to
+    its whole input, although the half on its own is causal.
 
     Raises:
         CannotLowerError: as `native_layers`.
@@ -182,7 +186,7 @@ def native_texts(texts: Any, dtype: torch.dtype, *, sees_all: bool) -> NativeTex
 
 
 class NativeHalves:
-    """The native layers of a library's model of pages, in the place of the library's, which `undo` puts back."""
+    """The native layers of a library's model of pages, installed in place of the library's; `undo` restores these."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         """Raises CannotLowerError: neither half can be computed by our library."""
@@ -213,5 +217,5 @@ class NativeHalves:
             setattr(owner, name, own)
 
     def keep(self) -> None:
-        """Let the library's own layers go, whose memory is freed, or whose file unmapped."""
+        """Drop the library's own layers: their memory is freed, or their file unmapped."""
         self._own.clear()

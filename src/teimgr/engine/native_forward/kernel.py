@@ -1,7 +1,7 @@
-"""The forward of a transformer in one call of our C library: steps of `forward_program`, weights packed for it.
+"""The forward of a transformer in one call of our C library: the steps of `forward_program` with their packed weights.
 
-A query needs no call of Python per layer, and a batch is computed group by group, so that what a layer computes is
-still in the cache when the next one reads it. The residual stream and the norms are float32 in every dtype.
+A query needs no Python call per layer, and a batch is computed group by group, so that a layer's results are still in
+the cache when the next layer reads them. The residual stream and the norms are float32 in every dtype.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class _Call(ctypes.Structure):
 
 
 class Vectors(NamedTuple):
-    """Of the N texts of a batch: `values` and `unit`, which are these scaled to length 1, are float32 [N, width];
-    whether all numbers of `values` are finite."""
+    """Vectors of the N texts of a batch: `values`, float32 [N, width], and `unit`, the same scaled to length 1; and
+    whether all `values` are finite."""
 
     values: NDArray[np.float32]
     unit: NDArray[np.float32]
@@ -154,7 +154,7 @@ class Vectors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """The result of a step: its slots for float32 and for operands, equal where operands are float32."""
+    """The result of a step: its slots for float32 and for operands, which are equal if operands are float32."""
 
     floats: int = _NO_SLOT
     operands: int = _NO_SLOT
@@ -162,7 +162,7 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _SizedProgram:
-    """The program with tables of `positions` positions. A call keeps the one that it began with."""
+    """The program with tables for `positions` positions. A call keeps the program that it started with."""
 
     positions: int
     tables: tuple[Tensor, ...]
@@ -173,8 +173,8 @@ class _SizedProgram:
 def forward_kernel(
     module: Any, options: dict[str, Any], dtype: torch.dtype, trained: int | None = None
 ) -> tuple[ForwardKernel, ForwardProgram]:
-    """The kernel for a transformers `module` in float32, and the program that it runs; `options` go to its forward,
-    `trained` to the kernel.
+    """Make the kernel for a transformers `module` in float32, and return it with its program; `options` go to the
+    module's forward, `trained` to the kernel.
 
     Raises:
         CannotLowerError: the model computes something that is not among the steps, or the library is missing.
@@ -280,7 +280,7 @@ class ForwardKernel:
             raise ValueError("native forward: ids, positions, types, borders, keys or kept tokens are not the batch's")
 
     def _sized_for(self, positions: NDArray[np.int64]) -> _SizedProgram:
-        """The program with tables that have these positions."""
+        """Return the program with tables that have these positions."""
         if not self._tables or (most := int(positions.max()) + 1) <= self._sized.positions:
             return self._sized
         return self._of_length(most) if most > self._trained else self._grown(1 << (most - 1).bit_length())
@@ -341,7 +341,7 @@ class ForwardKernel:
         out: int,
         unit: int | None = None,
     ) -> _Call:
-        """The call, done: results are at the address `out`, and if there is `unit`, they are vectors."""
+        """Run the call; results are at the address `out`, and are vectors if there is `unit`."""
         is_small = batch.tokens <= _SMALL_TOKENS
         if is_small and threads > 1:
             threads = self._helper_waits.threads(threads)
@@ -372,22 +372,25 @@ class ForwardKernel:
         return call
 
     def _grown(self, positions: int) -> _SizedProgram:
-        """The program with at least `positions` rows, for all later calls; the old one is freed after its last call."""
+        """Return the program with at least `positions` rows, for all later calls; the old one is freed after its last
+        call."""
         with self._growing:
             if positions > self._sized.positions:
                 self._sized = self._of_positions(min(positions, self._trained))
             return self._sized
 
     def _of_length(self, length: int) -> _SizedProgram:
-        """The program with the tables of texts of `length` tokens; that of the last such length is kept."""
+        """Return the program with the tables for texts of `length` tokens; the last one is kept."""
         with self._growing:
             if self._longer is None or self._longer.positions != length:
                 self._longer = self._of_positions(length)
             return self._longer
 
     def _of_positions(self, positions: int) -> _SizedProgram:
-        """A copy of the program with tables of `positions` rows. Steps share tables with equal rows: the layers of a
-        model rotate by one pair of tables or two, though each computes its own.
+        """Copy the program with tables of `positions` rows.
+
+        Steps share tables with equal rows: the layers of a model rotate by one pair of tables or two, although each
+        computes its own.
         """
         steps = type(self._steps).from_buffer_copy(self._steps)
         distinct: list[Tensor] = []
@@ -405,7 +408,7 @@ class ForwardKernel:
         return _SizedProgram(positions, tuple(distinct), steps, program)
 
     def _kept_floats(self, tensor: Tensor) -> tuple[int, int]:
-        """The address and the number of a tensor's numbers as float32, which stay as long as the kernel does."""
+        """Return address and count of a tensor's numbers as float32, which are kept as long as the kernel."""
         kept = tensor.detach().float().contiguous()
         self._kept.append(kept)
         return kept.data_ptr(), kept.numel()
@@ -470,7 +473,7 @@ class ForwardKernel:
         return made
 
     def _stored_dtype(self, step: Step) -> torch.dtype:
-        """What the weights of a linear layer are kept in."""
+        """Return the dtype in which the weights of a linear layer are kept."""
         assert step.weights is not None
         return torch.bfloat16 if self._bfloat16 else narrowest((step.weights, *step.further))
 
@@ -478,7 +481,7 @@ class ForwardKernel:
         return step.x is not None and step.x.key in self._quantised
 
     def _slots(self, program: ForwardProgram) -> tuple[list[_Slot], dict[int, _Value]]:
-        """A place for every result while it is read, in memory that results share."""
+        """Assign a place to every result for as long as it is read, in memory that results share."""
         last = len(program.steps) - 1
         floats, operands, until = {last}, set[int](), {last: last}
         for step in program.steps:
@@ -507,7 +510,8 @@ class ForwardKernel:
 
 
 def _is_read(array: NDArray[Any] | None, length: int, dtype: np.dtype[Any]) -> bool:
-    """True if the library may read this many numbers from where `array` begins; None is nothing to read."""
+    """True if the library may read this many numbers from where `array` begins; True for None, from which nothing is
+    read."""
     return array is None or (len(array) == length and array.dtype == dtype and array.flags.c_contiguous)
 
 
@@ -518,18 +522,18 @@ def _scale(step: Step) -> float:
 
 
 class _SlotLayout:
-    """Places for results in the memory of a token, each free again behind the last step that reads it."""
+    """Assigns results to places in the memory of a token; a place is free again after the last step that reads it."""
 
     def __init__(self) -> None:
         self.slots: list[_Slot] = []
         self._taken: list[tuple[int, int, int]] = []  # offset, end, last step that reads it
 
     def release(self, step: int) -> None:
-        """Free what no step from `step` on reads."""
+        """Free the places that no step from `step` on reads."""
         self._taken = [one for one in self._taken if one[2] >= step]
 
     def take(self, size: int, last_read: int) -> int:
-        """A slot of `size` bytes at the first place that is wide enough; its number."""
+        """Return the number of a new slot of `size` bytes, at the first place that is wide enough."""
         offset = 0
         for begin, end, _ in sorted(self._taken):
             if offset + size <= begin:

@@ -1,4 +1,4 @@
-"""What the values of a traced forward are while it is lowered: places in rows, sums of look-ups, functions of them.
+"""Values of a traced forward while it is lowered: places in rows, sums of look-ups, functions of them.
 
 Besides these (`SYMBOLIC`), a value may be a constant (a tensor or a number) or a list of values.
 """
@@ -61,9 +61,8 @@ class Function:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeanSquare:
-    """An RMS norm as far as it is traced: squares of `rows`; where `is_mean`, their mean over the last dimension, plus
-    `epsilon`; where `inverse`, the inverse root of that.
-    """
+    """An RMS norm as far as it has been traced: squares of `rows`; with `is_mean` their mean over the last dimension
+    plus `epsilon`; with `inverse` the inverse root of that."""
 
     rows: StepRows
     epsilon: float = 0.0
@@ -81,7 +80,7 @@ class Normalised:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turned:
-    """StepRows times what depends on their position: half of a rotation."""
+    """StepRows times factors that depend on their position: half of a rotation."""
 
     rows: StepRows
     factor: OfPositions
@@ -100,7 +99,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def recognise_activation(run: Callable[[Tensor], Tensor]) -> str:
-    """The name of the known activation that has the values of `run`. Raises CannotLowerError if it is unknown."""
+    """Return the name of the known activation with the values of `run`. Raises CannotLowerError if there is none."""
     grid = torch.linspace(-8, 8, 1001)
     values = run(grid)
     for name, known in _ACTIVATIONS.items():
@@ -110,14 +109,14 @@ def recognise_activation(run: Callable[[Tensor], Tensor]) -> str:
 
 
 def number_of(value: Any) -> float | None:
-    """The number that a constant is for every element."""
+    """Return the number that a constant has in every element."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
     return float(value) if isinstance(value, (int, float)) else None
 
 
 def combine_pointwise(function: Any, a: Any, b: Any) -> Function | None:
-    """The sum or product of functions of the same rows, or of one and a number; None for anything else."""
+    """Return the sum or product of functions of the same rows, or of one and a number; None for anything else."""
     numbers = [number_of(one) for one in (a, b)]
     kinds = [isinstance(one, Function) for one in (a, b)]
     rows = [one.rows if isinstance(one, Function) else one for one in (a, b)]
@@ -140,21 +139,21 @@ def combine_pointwise(function: Any, a: Any, b: Any) -> Function | None:
 
 
 def flat(args: Any) -> list[Any]:
-    """What is in nested lists and tuples, in order."""
+    """Flatten nested lists and tuples, in order."""
     if isinstance(args, (list, tuple)):
         return [one for part in args for one in flat(part)]
     return [args]
 
 
 def at_positions(args: Any, positions: Tensor) -> Any:
-    """`args` with everything that depends on positions computed for these."""
+    """Return `args` with everything that depends on positions computed for these positions."""
     if isinstance(args, (list, tuple)):
         return [at_positions(one, positions) for one in args]
     return args.run(positions) if isinstance(args, OfPositions) else args
 
 
 def viewed(rows: StepRows, places: Any) -> Any:
-    """Other views of the same rows: one, or several as a list; raises CannotLowerError for negated ones."""
+    """Return other views of the same rows: one, or several as a list. Raises CannotLowerError for negated rows."""
     if rows.negated is not None:
         raise CannotLowerError("a view of negated values")
     if isinstance(places, (list, tuple)):
@@ -163,7 +162,7 @@ def viewed(rows: StepRows, places: Any) -> Any:
 
 
 def arranged(rows: StepRows, like: StepRows) -> StepRows:
-    """The result [1, T, columns] of a step in the arrangement of the values that it was made from."""
+    """Return the result [1, T, columns] of a step in the arrangement of the values that it was made from."""
     shape = like.places.shape
     if len(shape) == 4 and shape[2] == TRACED_TOKENS:
         return replace(rows, places=rows.places.view(1, TRACED_TOKENS, shape[1], shape[3]).transpose(1, 2))
@@ -171,7 +170,7 @@ def arranged(rows: StepRows, like: StepRows) -> StepRows:
 
 
 def _as_lookups(value: Any) -> Lookups | None:
-    """A value as a sum of lookups, if it is one."""
+    """Return a value as a sum of look-ups, if it is one."""
     if isinstance(value, Lookups):
         return value
     if isinstance(value, Tensor) and value.dim() in (1, 3) and value.is_floating_point():
@@ -180,7 +179,7 @@ def _as_lookups(value: Any) -> Lookups | None:
 
 
 def sum_lookups(a: Any, b: Any) -> Lookups | None:
-    """The sum of two sums of lookups; None if one of them is something else."""
+    """Return the sum of two sums of look-ups; None if one of them is something else."""
     one, other = _as_lookups(a), _as_lookups(b)
     if one is None or other is None or one.scale != 1.0 or other.scale != 1.0:
         return None
@@ -189,7 +188,7 @@ def sum_lookups(a: Any, b: Any) -> Lookups | None:
 
 
 def one_row(value: Tensor, width: int) -> Tensor:
-    """The row [width] that a constant adds to every token; raises CannotLowerError where it differs between tokens."""
+    """Return the row [width] that a constant adds to every token; raises CannotLowerError if tokens differ."""
     rows = value.reshape(-1, value.shape[-1])
     if value.shape[-1] != width or not bool((rows == rows[0]).all()):
         raise CannotLowerError("a constant that differs between tokens")
@@ -197,10 +196,10 @@ def one_row(value: Tensor, width: int) -> Tensor:
 
 
 def rows_by_position(factor: OfPositions, width: int) -> Callable[[int], Tensor]:
-    """The factors of the first n positions, float32 [n, width], as a function of n.
+    """Return a function of n that computes the factors of the first n positions, float32 [n, width].
 
     Raises:
-        CannotLowerError: a position has more than `width` of them, such as some for each head.
+        CannotLowerError: a position has more than `width` factors, for example some per head.
     """
 
     def rows(count: int) -> Tensor:

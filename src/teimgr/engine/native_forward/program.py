@@ -1,4 +1,5 @@
-"""The forward of a transformer as a list of steps, and what is made of them before they run: fusions, merged layers."""
+"""The forward of a transformer as a list of steps, and the changes before it runs: fusions, merged layers,
+quantisation."""
 
 from __future__ import annotations
 
@@ -28,17 +29,18 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows by position, float32 [positions, width]: `rows(n)` computes them for positions 0 to n − 1."""
+    """A table of rows by position, float32 [positions, width]: `rows(n)` computes positions 0 to n − 1."""
 
     rows: Callable[[int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step; `kind` and the fields are those of `struct step` in native/forward.h. Results have `width` columns in
-    each of `groups` parts. `further` are the weights of linear layers merged with it, whose columns follow. `tables`
-    are [rows, width], with the index that selects a row, or tables of positions. The `bias` of an attend step has the
-    slopes of its heads (ALiBi).
+    """One step of a forward; `kind` and the fields are those of `struct step` in native/forward.h.
+
+    Results have `width` columns in each of `groups` parts. `further` are the weights of linear layers merged with this
+    one, whose columns follow. `tables` are [rows, width], with the index that selects a row, or tables of positions.
+    The `bias` of an attend step has the slopes of its heads (ALiBi).
     """
 
     kind: str
@@ -66,7 +68,7 @@ class Step:
 
     @property
     def named_reads(self) -> dict[str, Columns]:
-        """What it reads, by the name of the field; two fields may have the same columns."""
+        """Return the columns that the step reads, by field name; two fields may have the same columns."""
         fields = {"x": self.x, "with_": self.with_, "third": self.third}
         return {name: one for name, one in fields.items() if one is not None}
 
@@ -77,9 +79,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ForwardProgram:
-    """Steps in order; the hidden states are the result of the last, `width` columns. `linears` are the weights of the
-    model's linear layers that the steps have, by address.
-    """
+    """Steps in order. The hidden states are the result of the last step, `width` columns. `linears` are the weights of
+    the model's linear layers that the steps contain, by address."""
 
     steps: tuple[Step, ...]
     width: int
@@ -87,14 +88,17 @@ class ForwardProgram:
 
 
 def fused(program: ForwardProgram) -> ForwardProgram:
-    """The same forward in fewer steps: without those whose result no step reads, sums and activations computed with
-    the step before or behind them, layers that read the same rows as one.
+    """Return the same forward in fewer steps.
+
+    Steps whose result no step reads are dropped, sums and activations are computed with the step before or after them,
+    and layers that read the same rows become one.
     """
     return _with_merged_linears(_with_fused_activations(_with_fused_sums(_without_unused(program))))
 
 
 def quantised(program: ForwardProgram) -> ForwardProgram:
-    """The same forward with linear layers that read bytes; one that reads too odd a number of columns stays."""
+    """Return the same forward with linear layers that read bytes; a layer whose number of columns does not allow it
+    stays as it is."""
     steps: list[Step] = []
     moved: dict[int, Columns] = {}
     rows: dict[Columns, Columns] = {}
@@ -129,7 +133,7 @@ def _consumers(steps: tuple[Step, ...]) -> dict[int, int]:
 
 
 def _with_fused_activations(program: ForwardProgram) -> ForwardProgram:
-    """Activations that only a product reads, computed with it."""
+    """Compute activations that only a product reads together with it."""
     steps, consumers = {step.key: step for step in program.steps}, _consumers(program.steps)
     for step in program.steps:
         for x, other in ((step.x, step.with_), (step.with_, step.x)):
@@ -145,7 +149,7 @@ def _with_fused_activations(program: ForwardProgram) -> ForwardProgram:
 
 
 def _with_fused_sums(program: ForwardProgram) -> ForwardProgram:
-    """Activations and sums that follow a linear layer, computed with it."""
+    """Compute activations and sums that follow a linear layer together with it."""
     steps, consumers = {step.key: step for step in program.steps}, _consumers(program.steps)
     moved: dict[int, int] = {}  # results that another step has now
     for step in program.steps:
@@ -173,7 +177,7 @@ def _with_fused_sums(program: ForwardProgram) -> ForwardProgram:
 
 
 def _with_merged_linears(program: ForwardProgram) -> ForwardProgram:
-    """One linear layer for those that read the same rows, as queries, keys and values do."""
+    """Merge linear layers that read the same rows, as queries, keys and values do."""
     groups: dict[Columns, list[Step]] = {}
     for step in program.steps:
         if step.kind == "linear" and step.activation == "none" and step.with_ is None and step.x is not None:
@@ -200,7 +204,7 @@ def _with_merged_linears(program: ForwardProgram) -> ForwardProgram:
 
 
 def _renamed(step: Step, moved: dict[int, Columns]) -> Step:
-    """A step that reads what was moved from its new place."""
+    """Return the step with its inputs renamed to their new places."""
 
     def place(one: Columns | None) -> Columns | None:
         if one is None or one.key not in moved:
