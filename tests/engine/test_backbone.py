@@ -170,6 +170,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "model2vec": {"embeddings": torch.randn(SIZE, WIDTH)},
     "half": {"embeddings": torch.randn(SIZE, WIDTH).half()},
     "mapped": {"embeddings": torch.randn(50, WIDTH), "mapping": torch.arange(SIZE) % 50},
+    "beside": {"embedding.weight": torch.randn(SIZE, WIDTH), "weights": torch.rand(SIZE)},
     "weighted": {
         "embeddings": torch.randn(50, WIDTH).half(),
         "mapping": (torch.arange(SIZE) % 50).int(),

@@ -14,6 +14,7 @@ from tests.engine.conftest import Served
 from tests.fidelity import references
 from tests.support import models
 from tests.support.models import FAMILIES, PAIRS, TEXTS
+from tests.support.models.encoders import write_dense
 from tests.support.native import needs_native_forward
 from torch import Tensor
 
@@ -283,6 +284,21 @@ def test_a_static_model_adds_no_special_tokens_and_gives_zeros_for_a_text_withou
     assert not run(served, ["  "], outputs=DENSE).vectors.any()  # alone, as a query
     assert isinstance(served.embed([""]).errors[0], EmptyInput)
     assert isinstance(served.embed([" "], outputs=TOKENS).errors[0], EmptyInput)  # it has no tokens
+
+
+def test_a_dense_module_behind_a_table_may_change_the_width(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    path = models.build_static(tmp_path)
+    write_dense(path / "1_Dense", 32, 12, "torch.nn.modules.activation.Tanh")
+    rows = models.read(path / "modules.json")
+    rows.append({"idx": 1, "name": "1", "path": "1_Dense", "type": "sentence_transformers.models.Dense"})
+    models.write(path / "modules.json", rows)
+    served = serve(path)
+
+    found = served.embed(models.TEXTS).vectors
+    np.testing.assert_allclose(
+        found[:, None], references.dense(path, models.TEXTS, normalize_embeddings=True), atol=1e-5
+    )
+    assert served.engine.info.dimension == 12
 
 
 def test_a_static_model_cuts_texts_where_its_tokenizers_file_does(tmp_path: Path, serve: Callable[..., Served]) -> None:

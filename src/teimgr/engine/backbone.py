@@ -329,10 +329,10 @@ class StaticTable:
     def is_float32_on_cpu(self) -> bool:
         return self._table.dtype is torch.float32 and not gpu.is_gpu(self.device)
 
-    def mean_head(self, projections: nn.Sequential) -> TableMeanHead:
-        """Return the head that takes the mean of a text's rows, then applies `projections`; for float32 tables on the
-        CPU."""
-        return TableMeanHead(self._table, self._mapping, self._weights, projections)
+    def mean_head(self, projections: nn.Sequential, width: int) -> TableMeanHead:
+        """Return the head that takes the mean of a text's rows, then applies `projections`, which give `width`; for
+        float32 tables on the CPU."""
+        return TableMeanHead(self._table, self._mapping, self._weights, projections, width)
 
     def use(self, batching: Batching) -> None:
         self.batching = batching
@@ -363,10 +363,11 @@ def load_table(layout: Layout, device: torch.device) -> StaticTable:
         ModelLoadFailed: the file has no table, or its parts do not fit together.
     """
     tensors = read_weights(layout.weights_dir)
-    table = tensors.get("embedding.weight", tensors.get("embeddings"))
+    table, is_whole = tensors.get("embedding.weight", tensors.get("embeddings")), "embedding.weight" in tensors
     if table is None or table.dim() != 2 or not (table.is_floating_point() or table.dtype is torch.int8):
         raise ModelLoadFailed(f"no table of vectors among {', '.join(sorted(tensors)) or 'no tensors'}")
-    mapping, weights = tensors.get("mapping"), tensors.get("weights")
+    # A table of sentence-transformers has a row for each id, whatever is beside it.
+    mapping, weights = (None, None) if is_whole else (tensors.get("mapping"), tensors.get("weights"))
     if mapping is not None and not 0 <= int(mapping.min()) <= int(mapping.max()) < len(table):
         raise ModelLoadFailed("the mapping of ids to rows points outside the table")
     if weights is not None and weights.shape != (len(table if mapping is None else mapping),):

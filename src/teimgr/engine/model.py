@@ -238,7 +238,8 @@ def load_model(layout: Layout, device: torch.device, *, is_known: bool = False) 
         heads = _heads_of(layout, table.width, device)
         fast = dict(heads)
         if Output.DENSE in heads and layout.poolings == ("mean",) and layout.include_prompt and table.is_float32_on_cpu:
-            fast[Output.DENSE] = table.mean_head(load_projections(layout.projections, device))
+            projections = load_projections(layout.projections, device)
+            fast[Output.DENSE] = table.mean_head(projections, heads[Output.DENSE].width)
         return Model(table, fast, (table, heads))
     if layout.reader is not None:
         reader = load_own_reader(layout, device)

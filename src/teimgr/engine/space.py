@@ -59,8 +59,8 @@ _NOT_OF_THE_SPACE = frozenset(
 # Of parts of a layout: where a module's own code is, which is hashed as such, the route of which the layout is, and an
 # adapter's rank, which is that of its weights.
 _BY_WEIGHTS = ("root", "route", "revision", "rank", "ranks")
-# Of `Layout`, since FORMAT was last raised: hashed where they are set.
-_LATER_FIELDS = frozenset(("dual", "pages", "sound", "chat", "reader"))
+# Of `Layout` and its parts, since FORMAT was last raised: hashed where they are set.
+_LATER_FIELDS = frozenset(("dual", "pages", "sound", "chat", "reader", "strips"))
 # Of config.json: where a file comes from and how it was saved.
 _ORIGIN = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache"))
 _DTYPES = {
@@ -238,7 +238,7 @@ def _plain(value: Any, weights: Mapping[Path, str]) -> Any:
         return value.value
     if is_dataclass(value):
         named = ((one.name, getattr(value, one.name)) for one in fields(value) if one.name not in _BY_WEIGHTS)
-        return {name: _plain(each, weights) for name, each in named}
+        return {name: _plain(each, weights) for name, each in named if each or name not in _LATER_FIELDS}
     if isinstance(value, Mapping):
         return {str(key): _plain(each, weights) for key, each in value.items() if key not in _ORIGIN}
     if isinstance(value, (list, tuple)):

@@ -147,7 +147,7 @@ def test_the_mean_is_that_of_the_rows(mapped: bool, weighted: bool) -> None:
     texts = [Encoded(chooser.integers(0, IDS, length, dtype=np.int32)) for length in (3, 1, 40, 7)]
     batch = pack_as_given(texts)
 
-    means = table.mean_head(nn.Sequential())(torch.empty(0), batch).values
+    means = table.mean_head(nn.Sequential(), table.width)(torch.empty(0), batch).values
 
     pooled = DenseHead(("mean",), nn.Sequential(), WIDTH)(table.hidden(batch), batch).values
     torch.testing.assert_close(means, pooled, rtol=1e-6, atol=1e-7)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.conftest import Served
 from tests.support.hub_server import files_of, lay_out
-from tests.support.models import TEXTS, build
-from tests.support.models.other_forms import Variant, build_adapter
+from tests.support.models import TEXTS, build, write
+from tests.support.models.other_forms import LORA, RANK, Variant, build_adapter
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.reading import read_layout
@@ -50,6 +50,27 @@ def test_an_adapter_saved_by_sentence_transformers_is_merged(
     assert served.engine.info.forward == "native"
     assert served.engine.info.warnings == ()
     assert_same(served, tmp_path / "merged")
+
+
+def test_the_layer_says_how_its_weights_lie_whatever_the_adapter_says(
+    tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    """PEFT sets `fan_in_fan_out` right for each layer; a square matrix would take the change either way."""
+    base = build("bert", tmp_path / "base")
+    build_adapter(base, tmp_path / "adapter", tmp_path / "merged", fan_in_fan_out=True)
+    assert_same(serve(tmp_path / "adapter"), tmp_path / "merged")
+
+    gpt2, adapter, merged = build("gpt2", tmp_path / "gpt2"), tmp_path / "conv", tmp_path / "conv-merged"
+    shutil.copytree(gpt2, adapter)
+    shutil.copytree(gpt2, merged)
+    weights, layer = load_file(gpt2 / "model.safetensors"), "h.0.attn.c_proj"
+    a, b = 0.3 * torch.randn(RANK, 32), torch.randn(32, RANK)
+    weights[f"{layer}.weight"] += 2 * (b @ a).T  # [in, out]
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    own = f"base_model.model.{layer}.lora"
+    save_file({f"{own}_A.weight": a, f"{own}_B.weight": b}, adapter / "adapter_model.safetensors")
+    write(adapter / "adapter_config.json", LORA | {"base_model_name_or_path": str(gpt2)})
+    assert_same(serve(adapter), merged)
 
 
 def test_a_bare_adapter_of_a_model_in_the_cache_has_its_tokenizer(

@@ -179,13 +179,13 @@ class TableMeanHead:
     """Mean pooling over an embedding table and `projections`, in float32; token rows are never written, so `hidden` is
     unused.
 
-    `mapping` and `weights` are those of `StaticTable`.
+    `mapping` and `weights` are those of `StaticTable`, `width` that of a vector behind the projections.
     """
 
     def __init__(
-        self, table: Tensor, mapping: Tensor | None, weights: Tensor | None, projections: nn.Sequential
+        self, table: Tensor, mapping: Tensor | None, weights: Tensor | None, projections: nn.Sequential, width: int
     ) -> None:
-        self.width = table.shape[1]
+        self.width = width
         self._table = table
         self._mapping = mapping
         self._weights = weights

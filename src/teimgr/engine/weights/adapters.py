@@ -107,7 +107,9 @@ def _merge(module: nn.Module, layer: str, parts: dict[str, Tensor], adapter: Ada
     )
     scale = _scale(adapter, layer, a.shape[0])
     change = scale * (b @ a)
-    if adapter.transposed or is_table:
+    # The layer decides, as in PEFT, whatever the adapter's `fan_in_fan_out` says: GPT-2's layers are [in, out].
+    transposed = any(type(one).__name__ == "Conv1D" and one.weight is weight for one in module.modules())
+    if transposed or is_table:
         change = change.T
     if change.shape != weight.shape:
         raise ModelLoadFailed(f"the adapter changes {layer} by {tuple(change.shape)}, and it is {tuple(weight.shape)}")
@@ -116,7 +118,7 @@ def _merge(module: nn.Module, layer: str, parts: dict[str, Tensor], adapter: Ada
         raise ModelLoadFailed(f"the adapter of {layer} has no magnitude, and use_dora is set")
     if magnitude is None:
         weight.data = weight + change
-    elif adapter.transposed or is_table or magnitude.numel() != len(weight):
+    elif transposed or is_table or magnitude.numel() != len(weight):
         raise ModelLoadFailed(f"the adapter of {layer} has a magnitude (DoRA) for a layer of a kind that is not served")
     else:
         changed = weight + change
