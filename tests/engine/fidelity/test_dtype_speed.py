@@ -92,7 +92,7 @@ TYPES = "auto", "bfloat16"
 RISKS = {
     "qwen2_moe": "tokens may go to other experts",
     "qwen3_5": "linear attention carries its errors along a text",
-    "jina_v5": "tasks have weights of their own, which differ in what they lose",
+    "jina_v5": "each task has its own weights, and the loss of precision differs between them",
 }
 
 
