@@ -111,6 +111,16 @@ def test_base64_of_every_tool_is_read() -> None:
             image_bytes(SentImage(sent, "inputs.0"))
 
 
+def test_base64_that_begins_with_two_slashes_is_no_link() -> None:
+    """As of each MP3 without tags: its first two bytes are a frame's."""
+    data = b"\xff\xfb\x90\x64" + bytes(range(200))
+    sent = base64.b64encode(data).decode()
+    assert sent.startswith("//")
+    assert image_bytes(SentImage(sent, "inputs.0", "audio")) == data
+    with pytest.raises(InvalidInput, match="is a link"):
+        image_bytes(SentImage("//example.com/a", "inputs.0"))
+
+
 @pytest.mark.parametrize("other", ["é", "\u4e00"])
 def test_base64_with_a_letter_beyond_ascii_is_refused_at_once(other: str) -> None:
     """`str.translate` takes 45 ms of the GIL for a step with one of these, and there are eight here."""

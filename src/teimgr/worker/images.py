@@ -41,6 +41,7 @@ _MAX_IMAGES = 8  # of an input
 _MAX_PARTS = 64  # of a content
 _MAX_HEAD = 256  # characters of a data URI before its comma
 _ITEMS_AT_ONCE = 32  # built in one turn of the event loop: some milliseconds
+_KEYS = frozenset(("type", "value", "text", "data", "url", "media_type", "content"))  # of an item of a type
 _FETCHED = ("http://", "https://")
 _LINKS = ("http:", "https:", "file:", "ftp:", "s3:", "gs:")
 
@@ -112,7 +113,7 @@ def image_bytes(sent: SentImage, has_hosts: bool = False) -> bytes:
     if isinstance(data, bytes):
         return data
     head = data[:_SHOWN].lstrip().lower()
-    if head.startswith(_LINKS) or head.startswith("//"):
+    if head.startswith(_LINKS) or (head.startswith("//") and "." in head):  # base64, as of MP3, may have the slashes
         why = "only links by http and https are fetched" if has_hosts else "links are not fetched here"
         raise InvalidInput(
             f"Input validation error: `{field}` is a link ({data[:_SHOWN]!r}), and {why}: send the {sent.kind} itself, "
@@ -312,6 +313,9 @@ def typed_item(given: Any, place: str) -> SentItem:
     if not isinstance(given, dict):
         raise http.BadRequest(422, f"{place}: must be a text or an object with `type`", place.partition(".")[0])
     kind = given.get("type", "content" if "content" in given else None)
+    if unknown := sorted(given.keys() - _KEYS - ({"page"} if kind == "pdf" else set())):
+        message = f"{place}: {_shown(unknown[0])!r} is not a key of an item of a type"
+        raise http.BadRequest(422, message, place.partition(".")[0])
     if kind == "content" and isinstance(given.get("content"), list):
         where = f"{place}.content"
         _check_parts(given["content"], where, 422)

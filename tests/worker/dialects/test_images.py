@@ -139,6 +139,8 @@ _LARGE = base64.b64encode(file_of(Image.new("1", (9000, 9000)))).decode()
             {"inputs": [{"type": "image", "data": _LARGE}]},
             "9000 x 9000 pixels, and 50,000,000",
         ),
+        ("/instances/clip/embed", {"inputs": [{**TYPED, "page": 2}]}, "inputs.0: 'page' is not a key of"),
+        ("/v1/encode/clip", {"items": [{"images": [{"data": PLAIN, "detail": 1}]}]}, "items.0.images.0.detail"),
         ("/v1/embeddings", {"input": [{"image": _LINK}]}, "`input.0` is a link"),
         ("/v1/embeddings", {"messages": message([PART, {"type": "text", "text": "a"}])}, "texts or one image"),
         ("/v1/embeddings", {"messages": message([PART, PART])}, "texts or one image"),

@@ -41,7 +41,7 @@ MAX_INSTRUCTION = 4096
 _NOT_SERVED = ("lora_id", "muvera", "pooling", "query_template", "doc_template")
 
 
-class SieImage(http.Body):
+class SieImage(http.Body, extra="forbid"):
     """An image file: its bytes in msgpack, base64 in JSON."""
 
     data: str | bytes
