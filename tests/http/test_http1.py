@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import random
 import socket
@@ -27,7 +28,7 @@ from teimgr.http.direct import PART_BYTES, Direct, DirectReply, DirectRequest
 from teimgr.http.server import bind, serving
 from teimgr.http.turns import TURN_UNITS
 from tests.support.http_peers import Echo, answered, connected, hello, within
-from tests.support.polling import eventually
+from tests.support.polling import eventually, on_uvloop
 
 MAX_HEAD_BYTES = http_protocol._MAX_HEAD_BYTES
 PIECE_BYTES = http_protocol._PIECE_BYTES
@@ -835,6 +836,54 @@ async def test_many_connections_whose_requests_come_at_once_or_that_end_at_once_
 
     assert 0 < most_begun <= connection_gate._BEGINNINGS_PER_TURN
     assert 0 < most_ended <= connection_gate._ENDS_PER_TURN
+
+
+@pytest.mark.parametrize("is_direct", [False, True], ids=["ASGI", "direct"])
+@on_uvloop
+async def test_an_answer_to_one_of_many_clients_that_are_gone_is_not_written(
+    is_direct: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of many that reset at once, most learn of it in a later turn; uvloop raised as they wrote their answers."""
+    begun, told, many, unretrieved = 0, asyncio.Event(), 64, list[object]()
+
+    async def wait() -> None:
+        nonlocal begun
+        begun += 1
+        try:
+            await told.wait()
+        except asyncio.CancelledError:
+            told.set()
+            raise
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await receive()
+            waiting = asyncio.create_task(wait())
+            await asyncio.wait((waiting, leaving := asyncio.create_task(receive())), return_when="FIRST_COMPLETED")
+            told.set()
+            leaving.cancel()
+            await hello(scope, None, send)
+
+    async def answer(request: DirectRequest) -> DirectReply:
+        await wait()
+        return DirectReply(200, {}, b"hello")
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unretrieved.append(context))
+    sock, gate = bind("127.0.0.1", 0), ConnectionGate()
+    direct: Direct | None = (lambda method, target: answer) if is_direct else None
+    async with serving(app, sock, gate=gate, direct=direct), asyncio.timeout(30):
+        clients = [socket.create_connection(sock.getsockname()) for _ in range(many)]
+        for client in clients:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await eventually(lambda: begun == many)
+        for client in clients:  # no turn of the loop meanwhile
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+        await eventually(lambda: gate.count == 0)
+    gc.collect()
+
+    assert [record.getMessage() for record in caplog.records] == []
+    assert unretrieved == []
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "head then body"])

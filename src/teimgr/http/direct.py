@@ -134,6 +134,10 @@ class DirectExchange:
         if self._progress is not None and not self._progress.done():
             self._progress.set_result(None)
 
+    def lose(self) -> None:
+        """Write nothing more; the connection is closed, and `leave` follows."""
+        self.disconnected = True
+
     def leave(self) -> None:
         """Cancel the answering of a client that has disconnected."""
         if self._task is None:
@@ -189,6 +193,8 @@ class DirectExchange:
         transport, flow, body = protocol.transport, protocol.flow, memoryview(reply.body)
         if flow.write_paused:
             await flow.drain()
+        if self.disconnected:
+            return
         standing = protocol.server_state.default_headers
         if _CLOSE in standing:
             self.keep_alive = False
@@ -212,6 +218,8 @@ class DirectExchange:
             for start in range(PART_BYTES, len(body), PART_BYTES):
                 if flow.write_paused:
                     await flow.drain()
+                if self.disconnected:
+                    return
                 transport.write(body[start : start + PART_BYTES])
         finally:
             for charge in charges:

@@ -203,6 +203,11 @@ class HttpProtocol(HttpToolsProtocol):
                 self._has_ticket = False
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
+        # Their tasks may go on before `_lost`, and uvloop raises if they write.
+        if self._begun is not None and not self._begun.response_complete:
+            self._begun.disconnected = True
+        if self._exchange is not None:
+            self._exchange.lose()
         if not self._ticket.ends_later(partial(self._lost, exc)):
             self._lost(exc)
 
