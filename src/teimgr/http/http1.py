@@ -205,7 +205,7 @@ class HttpProtocol(HttpToolsProtocol):
                 task.add_done_callback(self.tasks.discard)
         # Their tasks may go on before `_lost`, and uvloop raises if they write.
         if self._begun is not None and not self._begun.response_complete:
-            self._begun.disconnected = True
+            vars(self._begun).update(disconnected=True)  # as uvicorn does, which wakes the task too
         if self._exchange is not None:
             self._exchange.lose()
         if not self._ticket.ends_later(partial(self._lost, exc)):
