@@ -116,6 +116,8 @@ def test_pylate_skips_punctuation_where_it_names_no_words(tmp_path: Path) -> Non
         ("2_MultiVectorMask/config.json", {"keep_only_token_ids": [1]}, "MultiVectorMask that keeps"),
         ("2_MultiVectorMask/config.json", {"skiplist_tasks": ["query"]}, "MultiVectorMask that keeps"),
         ("1_Dense/config.json", {"module_output_name": "sentence_embedding"}, "turns token_embeddings into sentence"),
+        ("1_Dense/config.json", {"activation_function": "torch.nn.modules.activation.Softmax"}, "over the texts"),
+        ("1_Dense/config.json", {"activation_function": "torch.nn.LogSoftmax"}, "over the texts"),
         (
             "sentence_bert_config.json",
             {"query_expansion": {"strategy": "min", "length": 8}},

@@ -150,6 +150,8 @@ class Chain:
 TEXT, TOKENS, SCORES = "sentence_embedding", "token_embeddings", "scores"
 _TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' default for a Dense module
 IDENTITY = "torch.nn.modules.linear.Identity"
+# Activations over one dimension, which is the first of a batch with a vector for each token.
+_OVER_TEXTS = ("Softmax", "Softmin", "LogSoftmax")
 
 
 def read_projections(
@@ -195,6 +197,11 @@ def _projection(module: Module, works_on: str, gives: str) -> Projection:
         raise ModelLoadFailed(
             f"the Dense module {module.path.name} has the activation {activation}, code of the model's own, which is "
             "not run here"
+        )
+    if works_on == TOKENS and str(activation).endswith(_OVER_TEXTS):
+        raise ModelLoadFailed(
+            f"the Dense module {module.path.name} has the activation {activation}, which torch computes of vectors of "
+            "tokens over the texts of a batch: it is not served there"
         )
     return Dense(
         path=module.path,
