@@ -13,7 +13,7 @@ from teimgr.errors import ModelLoadFailed
 from teimgr.models.reading import read_layout
 from tests.engine.conftest import Served, serve  # noqa: F401  a fixture
 from tests.fidelity import references
-from tests.support.models import build_yes_no_reranker, read, write
+from tests.support.models import build_yes_no_reranker, edit, read, write
 
 _PAIRS = (Pair("fog", "dog"), Pair("\n Where? \t", " the boats\u00a0\n\n"), Pair("a", 'it "is" <b> \\n {query}'))
 
@@ -48,6 +48,35 @@ def test_scores_are_those_of_the_librarys_rendering(
     job = serve(path).embed(_PAIRS, outputs=frozenset({Output.SCORES}), raw_scores=True)
 
     assert job.errors == {}
+    np.testing.assert_allclose(job.scores, references.scores(path, _PAIRS), atol=2e-5)
+
+
+@pytest.mark.parametrize("classifier", [False, True])
+def test_a_tokenizer_that_cuts_the_beginning_cuts_the_templates_too(
+    classifier: bool,
+    tmp_path: Path,
+    serve: Callable[..., Served],  # noqa: F811
+) -> None:
+    path = build_yes_no_reranker(tmp_path, layout="classifier" if classifier else "saved", max_length=60)
+    edit(path / "tokenizer_config.json", truncation_side="left")
+    pairs = (*_PAIRS, Pair("fog " * 30, "dog"), Pair("dog", "The boats lie in fog. " * 9))
+
+    job = serve(path).embed(pairs, outputs=frozenset({Output.SCORES}), raw_scores=True)
+
+    np.testing.assert_allclose(job.scores, references.scores(path, pairs), atol=2e-5)
+
+
+def test_a_template_of_processors_of_images_is_none_of_a_tokenizer(
+    tmp_path: Path,
+    serve: Callable[..., Served],  # noqa: F811
+) -> None:
+    path = build_yes_no_reranker(tmp_path, layout="saved")
+    edit(path / "tokenizer_config.json", chat_template=(path / "chat_template.jinja").read_text())
+    (path / "chat_template.jinja").unlink()
+    write(path / "chat_template.json", {"chat_template": _PLAIN})
+
+    job = serve(path).embed(_PAIRS, outputs=frozenset({Output.SCORES}), raw_scores=True)
+
     np.testing.assert_allclose(job.scores, references.scores(path, _PAIRS), atol=2e-5)
 
 

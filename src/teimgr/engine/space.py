@@ -60,7 +60,7 @@ _NOT_OF_THE_SPACE = frozenset(
 # adapter's rank, which is that of its weights.
 _BY_WEIGHTS = ("root", "route", "revision", "rank", "ranks")
 # Of `Layout` and its parts, since FORMAT was last raised: hashed where they are set.
-_LATER_FIELDS = frozenset(("dual", "pages", "sound", "chat", "reader", "strips"))
+_LATER_FIELDS = frozenset(("dual", "pages", "sound", "chat", "reader", "strips", "cuts_prefix"))
 # Of config.json: where a file comes from and how it was saved.
 _ORIGIN = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache"))
 _DTYPES = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.bounded_json import read_object
-from teimgr.models.metadata import ModelMetadata
+from teimgr.models.metadata import SENSES, ModelMetadata
 
 Message = Mapping[str, Any]
 # By its expressions, and by the file itself where it is not UTF-8.
@@ -48,7 +48,9 @@ def read_template(metadata: ModelMetadata) -> tuple[str, dict[str, Any]]:
     file = metadata.transformer_dir / "chat_template.jinja"
     if file.is_file():
         return _text_of(file), options
-    alone = read_object(metadata.transformer_dir / "chat_template.json") or {}
+    # A file of processors of images, which tokenizers do not read.
+    has_processor = metadata.config["model_type"] in SENSES
+    alone = (read_object(metadata.transformer_dir / "chat_template.json") or {}) if has_processor else {}
     template = alone.get("chat_template") or metadata.tokens.config.get("chat_template")
     if not isinstance(template, str):
         raise ModelLoadFailed("the model has no chat template to put its inputs into")

@@ -308,7 +308,8 @@ class PairTemplate:
 
     It is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is truncated. Where there are
     `pieces`, it is these, each tokenized on its own, two of which end in {query} and {document}. `strips`: query and
-    document lose white space at both ends.
+    document lose white space at both ends. `cuts_prefix`: what is too long
+    loses its beginning, the prefix included, where it is not cut at its end.
     """
 
     prefix: str = ""
@@ -316,6 +317,7 @@ class PairTemplate:
     suffix: str = ""
     pieces: tuple[str, ...] = ()
     strips: bool = False
+    cuts_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,7 +329,9 @@ def _scored(metadata: ModelMetadata, layout: Layout, render: bool) -> Layout:
         return replace(without_prompts, scoring=scoring, listwise=listwise, projections=layers, max_length=longest)
     if is_causal(metadata):
         scoring = ScoringConfig(
-            ("LABEL_0",), read_activation(metadata, 1), *read_causal_rerank(metadata, render=render)
+            ("LABEL_0",),
+            read_activation(metadata, 1),
+            *read_causal_rerank(metadata, render=render, left=layout.truncate_left),
         )
         # The prompts are part of the template, so nothing goes before the query.
         backbone = Backbone.SEQ2SEQ_LM if metadata.has_head(SEQ2SEQ) else Backbone.CAUSAL_LM
@@ -342,7 +344,7 @@ def _scored(metadata: ModelMetadata, layout: Layout, render: bool) -> Layout:
         pooled = {"pooling": "avg", **metadata.config}
         poolings, _, _ = read_poolings(None, metadata.root / "1_Pooling", pooled, None)
         return replace(without_prompts, scoring=scoring, poolings=poolings, projections=(layer,))
-    template = read_pair_template(metadata, render=render)
+    template = read_pair_template(metadata, render=render, left=layout.truncate_left)
     layout = layout if template is None else without_prompts  # the prompts are part of it
     scoring = replace(read_scoring(metadata), template=template)
     return replace(layout, backbone=Backbone.SEQUENCE_CLASSIFICATION, scoring=scoring)

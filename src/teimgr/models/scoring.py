@@ -252,7 +252,7 @@ _QUERY, _DOCUMENT = "\ue000query\ue001", "\ue000document\ue001"
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "message.content[")
 
 
-def read_causal_rerank(metadata: ModelMetadata, *, render: bool) -> tuple[CausalRerank, PairTemplate]:
+def read_causal_rerank(metadata: ModelMetadata, *, render: bool, left: bool) -> tuple[CausalRerank, PairTemplate]:
     """The ids of the two label tokens, and the template around query and document.
 
     Without `render` the chat template, which is a Jinja program of the model's authors, is not run, and the text is
@@ -271,7 +271,7 @@ def read_causal_rerank(metadata: ModelMetadata, *, render: bool) -> tuple[Causal
         raise ModelLoadFailed("the config.json of the LogitScore module has no true_token_id")
     if "message" not in (metadata.settings.get("modality_config") or {}):
         raise ModelLoadFailed("the reranker scores pairs without a chat template, which is not served")
-    return CausalRerank(config["true_token_id"], config.get("false_token_id")), _chat_template(metadata, render)
+    return CausalRerank(config["true_token_id"], config.get("false_token_id")), _chat_template(metadata, render, left)
 
 
 _NEMOTRON = "LlamaBidirectionalForSequenceClassification"
@@ -306,17 +306,17 @@ def read_nemotron(metadata: ModelMetadata) -> tuple[ScoringConfig, Dense]:
     return ScoringConfig(labels, read_activation(metadata, len(labels)), template=template), layer
 
 
-def read_pair_template(metadata: ModelMetadata, *, render: bool) -> PairTemplate | None:
+def read_pair_template(metadata: ModelMetadata, *, render: bool, left: bool) -> PairTemplate | None:
     """The chat template of a sequence classifier that sentence-transformers gives pairs as messages; None for others.
 
     Raises:
         ModelLoadFailed: as `read_causal_rerank`.
     """
     is_chat = "message" in (metadata.settings.get("modality_config") or {})
-    return _chat_template(metadata, render) if is_chat else None
+    return _chat_template(metadata, render, left) if is_chat else None
 
 
-def _chat_template(metadata: ModelMetadata, render: bool) -> PairTemplate:
+def _chat_template(metadata: ModelMetadata, render: bool, left: bool) -> PairTemplate:
     if not render:
         return PairTemplate(body="{query}{document}")
     template, options = chats.read_template(metadata)
@@ -327,7 +327,7 @@ def _chat_template(metadata: ModelMetadata, render: bool) -> PairTemplate:
 
     prefix, between, suffix = around = _around(shown((_QUERY, _DOCUMENT)))
     strips = chats.strips_texts(shown, around, (*chats.PROBES, ""))
-    return PairTemplate(prefix, f"{{query}}{between}{{document}}", suffix, strips=strips)
+    return PairTemplate(prefix, f"{{query}}{between}{{document}}", suffix, strips=strips, cuts_prefix=left)
 
 
 def _by_recipe(metadata: ModelMetadata) -> tuple[CausalRerank, PairTemplate]:

@@ -151,6 +151,8 @@ class CausalTemplate:
         ids = np.array(encoding.ids, dtype=np.int32)
         if len(ids) <= self._limit:
             return ids
+        if left and self._config.cuts_prefix:
+            return ids[len(ids) - self._limit :]
         offsets = np.array(encoding.offsets)
         before = int((offsets[:, 1] <= len(self._config.prefix)).sum())
         after = int((offsets[:, 0] >= len(self._config.prefix) + len(kept)).sum())
