@@ -130,6 +130,7 @@ class LinkConnection(FrameProtocol):
         self._server = server
         self._unanswered: dict[int, LinkCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._meter: RemoteMeter | None = None  # once the other end charges and counts its calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -150,7 +151,7 @@ class LinkConnection(FrameProtocol):
         if header.type == FrameType.CANCEL:
             self._cancel(header.id)
         elif header.type != FrameType.REQUEST:
-            log.warning("a peer sent a frame of type %d, which only workers send", header.type)
+            self._noted(header, payload)
         elif header.method == Method.WATCH:
             self._server.watch(self, header.id)
         elif header.method == Method.SHARE_PORTS:
@@ -170,9 +171,22 @@ class LinkConnection(FrameProtocol):
             self._cancel(id)
         for task in tuple(self._tasks):
             task.cancel()
+        if self._meter is not None:
+            self._meter.close()
 
     def _call(self, header: Header, payload: Received) -> LinkCall:
-        return LinkCall(self, self._unanswered, header, payload)
+        call = LinkCall(self, self._unanswered, header, payload)
+        if self._meter is not None and call.context is not None:
+            call.context.charge_by(self._meter)
+        return call
+
+    def _noted(self, header: Header, payload: Received) -> None:
+        if header.type != FrameType.TENANT:
+            log.warning("a peer sent a frame of type %d, which only workers send", header.type)
+            return
+        if self._meter is None:
+            self._meter = RemoteMeter(self.send)
+        self._meter.received(header, payload)
 
     def _handle(self, call: LinkCall) -> None:
         if call.header.id in self._unanswered:  # else it was cancelled before its turn
@@ -288,7 +302,6 @@ class RemoteLinkConnection(LinkConnection):
         self._peer: Peer | None = None
         self._heard_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._meter = RemoteMeter(self.send)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -314,7 +327,6 @@ class RemoteLinkConnection(LinkConnection):
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
-        self._meter.close()
 
     def on_expired(self, phase: Phase) -> None:
         """Called by the gate; renews the ticket, since `_tick` enforces the time limits."""
@@ -333,19 +345,11 @@ class RemoteLinkConnection(LinkConnection):
             self._hello(header, payload)
         elif not self._greeted:
             self._refuse("it sent a frame before HELLO")
-        elif header.type == FrameType.TENANT:
-            self._meter.received(header, payload)
         elif header.type == FrameType.REQUEST and not self._may_send(header.method):
             error = Forbidden(f"a node may not send method {header.method} to a worker of another host")
             self._fail(header, error)
         else:
             super().frame_received(header, payload)
-
-    def _call(self, header: Header, payload: Received) -> LinkCall:
-        call = super()._call(header, payload)
-        if call.context is not None:
-            call.context.charge_by(self._meter)
-        return call
 
     def _may_send(self, method: int) -> bool:
         if method == Method.SHARE_PORTS:  # descriptors cannot leave the host

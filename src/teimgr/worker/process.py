@@ -382,8 +382,13 @@ class Worker:
             Method.METRICS: self._metrics,
             Method.THREADS: self._set_threads,
             Method.DRAIN: self._drain,
+            Method.HELLO: self._hello,
         }
         return controls | {Method.COMPARE: self._compare} if self.spec.name == TRIAL_NAME else controls
+
+    async def _hello(self, payload: bytes, limit_s: float) -> bytes:
+        """The greeting of a mux here that charges by TENANT frames: it shows that this worker knows them."""
+        return b""
 
     async def _compare(self, payload: bytes, limit_s: float) -> bytes:
         """Compare the model with its reference library; a thread that takes longer than the limit is left running."""

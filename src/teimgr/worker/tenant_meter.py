@@ -137,13 +137,14 @@ class Standing:
     """A tenant's limits, read from the table once per configuration; `till` is None without a quota."""
 
     __slots__ = (
-        *("_arrival_at", "_refunded_at", "_spent_at", "_spent_of", "_words"),
+        *("_arrival_at", "_in_flight_of", "_refunded_at", "_spent_at", "_spent_of", "_words"),
         *("has_concurrent", "has_quota", "is_shadow", "limits", "share", "till"),
     )
 
     def __init__(self, table: TenantTable, row: int, tenant: int) -> None:
         self._words = table.words
         self._spent_of = partial(table.spent, tenant)
+        self._in_flight_of = partial(table.in_flight, tenant)
         self._arrival_at, self._refunded_at = bucket_at(tenant)
         self._spent_at = spent_at(tenant)
         self.limits = table.limits(tenant)
@@ -157,6 +158,12 @@ class Standing:
         """Open an account for the charge of one job of a tenant with a quota."""
         assert self.till is not None
         return Account(self, self.till)
+
+    def room(self) -> int:
+        """Tokens that the quotas have left now."""
+        in_flight = self._in_flight_of() if self.has_concurrent else 0
+        day = int(time.time()) // S_PER_DAY
+        return quotas.room(self.limits, self._spent_of(), in_flight, time.monotonic_ns(), day)
 
     def refuses(self, least: int) -> TeimgrError | None:
         """Return the refusal of a call that will have at least `least` tokens, so that it need not be tokenized.
@@ -227,6 +234,8 @@ class EntryMeters:
 
     Used by the links to its workers there, on the loop's thread.
     """
+
+    has_table = True
 
     def __init__(self, path: Path) -> None:
         self._path = path

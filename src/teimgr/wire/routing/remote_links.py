@@ -1,4 +1,7 @@
-"""Replicas on other hosts: links over mutual TLS that are replaced without a gap before a certificate expires."""
+"""Replicas on other hosts: links over mutual TLS that are replaced without a gap before a certificate expires.
+
+Beside them what charges and counts the calls of a link at this end, also of workers of this host (`MeteredReplica`).
+"""
 
 from __future__ import annotations
 
@@ -23,35 +26,90 @@ _RENEW_AT = 0.75
 _RENEW_RETRY_S = 5.0
 _MIN_RENEWAL_S = 1.0
 _LEAVE_POLL_S = 1.0
+_HELLO_ID = 0  # calls count from 1
 
 
-class RemoteLink(RemoteFrames, WorkerLink):
-    """A connection of a replica on another host. A `leaving` link closes after its last call, which is not a loss."""
+class MeteredLink(WorkerLink):
+    """A connection whose calls are charged and counted at this end, from `charge_by` on."""
 
-    leaving = False
     _desk: EntryDesk | None = None
+    _greeted: asyncio.Future[bool] | None = None
 
-    def charge_by(self, meters: Meters, model: str) -> None:
-        """Charge and count its calls in the table of this host."""
-        self._desk = EntryDesk(meters, self.owner.instance, model, self.send)
+    def charge_by(self, meters: Meters, model: str, *, is_heard: bool = True) -> None:
+        """Charge and count its calls by these; `is_heard`: the worker takes part in it."""
+        self._desk = EntryDesk(meters, self.owner.instance, model, self.send, is_heard=is_heard)
+
+    async def is_heard(self) -> bool:
+        """True if a worker of this host understands TENANT frames; an earlier version also refuses this HELLO."""
+        self._greeted = self._loop.create_future()
+        self.send(FrameType.REQUEST, Method.HELLO, _HELLO_ID)
+        return await self._greeted
 
     def request(
         self, method: Method, payload: Payload, flags: int, timeout_s: float | None, cost_bytes: int, before: bytes
     ) -> PendingCall:
         if self._desk is not None and self.is_open and (context := CURRENT.get()) is not None:
-            self._desk.introduce(context.tenant)
+            try:
+                self._desk.introduce(context.tenant)
+            except TeimgrError:
+                self.budget.give_back(cost_bytes)
+                raise
         return super().request(method, payload, flags, timeout_s, cost_bytes, before)
 
     def frame_received(self, header: Header, payload: Received) -> None:
-        if header.type != FrameType.TENANT:
+        if header.type == FrameType.TENANT:
+            if self._desk is not None:
+                self._desk.received(header, payload)
+        elif header.id == _HELLO_ID:
+            if self._greeted is not None and not self._greeted.done():
+                self._greeted.set_result(header.type == FrameType.REPLY)
+        else:
             super().frame_received(header, payload)
-        elif self._desk is not None:
-            self._desk.received(header, payload)
 
-    def link_lost(self, error: Exception | None) -> None:
+    def end_calls(self) -> None:
+        if self._greeted is not None and not self._greeted.done():
+            self._greeted.set_exception(ConnectionResetError("the worker closed the link"))
         if self._desk is not None:
             self._desk.close()
             self._desk = None  # which has this link
+        super().end_calls()
+
+
+class MeteredReplica(Replica):
+    """One incarnation of a worker of this host, which has no table: this process charges and counts its calls."""
+
+    def __init__(
+        self,
+        instance: str,
+        endpoint: WorkerEndpoint,
+        limits: LinkLimits,
+        stats: LinkStats,
+        waiting: ByteBudget,
+        meters: Meters,
+        model: str,
+    ) -> None:
+        super().__init__(instance, endpoint, limits, stats, waiting)
+        self._meters = meters
+        self._model = model
+
+    async def _new_link(self) -> WorkerLink:
+        loop = asyncio.get_running_loop()
+        _, link = await loop.create_unix_connection(lambda: MeteredLink(self, self._limits), self.endpoint.socket)
+        try:
+            link.charge_by(self._meters, self._model, is_heard=await link.is_heard())
+        except BaseException:
+            link.abort()
+            raise
+        self._count_connect()
+        return link
+
+
+class RemoteLink(RemoteFrames, MeteredLink):
+    """A connection of a replica on another host. A `leaving` link closes after its last call, which is not a loss."""
+
+    leaving = False
+
+    def link_lost(self, error: Exception | None) -> None:
         if self.leaving:
             self.end_calls()
         else:

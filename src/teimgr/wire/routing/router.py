@@ -34,7 +34,7 @@ from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import Flag, Method, Payload
 from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.links import ConnectionLost, LinkLimits, LinkStats, PendingCall, Refusal, Replica, WorkerReply
-from teimgr.wire.routing.remote_links import RemoteReplica
+from teimgr.wire.routing.remote_links import MeteredReplica, RemoteReplica
 from teimgr.wire.spaces import Marks, check_expected, meets
 from teimgr.wire.tenants.remote import Meters
 
@@ -271,7 +271,7 @@ class Router:
 
     For one event loop; independent of gRPC and HTTP. `update` and `apply` may be called at any time. In a fleet of
     several hosts, `identity` is that of this node: workers of other nodes are then reached over mutual TLS, and
-    `meters` charge and count their calls.
+    `meters` charge and count their calls, and those of this node's workers if it has no table for them.
     """
 
     def __init__(
@@ -475,9 +475,11 @@ class Router:
 
     def _replica(self, entry: RouteEntry, endpoint: WorkerEndpoint, stats: LinkStats) -> Replica:
         common = entry.name, endpoint, self.limits, stats, self._waiting
-        if endpoint.is_on(self._node):
+        if not endpoint.is_on(self._node):
+            return RemoteReplica(*common, self._identity, self._meters, entry.model_id)
+        if self._meters is None or self._meters.has_table:
             return Replica(*common)
-        return RemoteReplica(*common, self._identity, self._meters, entry.model_id)
+        return MeteredReplica(*common, self._meters, entry.model_id)
 
 
 class _RestrictedRouter:

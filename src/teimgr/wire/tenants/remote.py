@@ -1,8 +1,8 @@
 """Quotas and use of keys between hosts: a call is charged and counted on the host that admitted its caller.
 
-A worker knows the tokens of a call, and the process that sent it, a mux or the daemon, has the table of its host. They
-exchange frames of type TENANT on the call's link, with a `Note` as their method. The id is that of a charge, which the
-worker numbers.
+A worker knows the tokens of a call, and the process that sent it, a mux or the daemon, has the table of its host, or
+leases (`mux/leases.py`). They exchange frames of type TENANT on the call's link, with a `Note` as their method. The id
+is that of a charge, which the worker numbers.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import Protocol
 
-from teimgr.errors import TeimgrError
+from teimgr.errors import TeimgrError, Unavailable
 from teimgr.wire.frames import FrameType, Header, Received, pack_error, retry_after_ms
 from teimgr.wire.tenants.quotas import MAX_TOKENS
 from teimgr.wire.tenants.table import COUNTERS, Counter
@@ -51,7 +52,11 @@ class OpenCharge(Protocol):
 
     is_shadowed: bool
 
-    def charge(self, tokens: int) -> TeimgrError | None: ...
+    @property
+    def decides_later(self) -> bool:
+        """Whether `later` gets the decision instead of the caller of `charge`."""
+
+    def charge(self, tokens: int, later: Callable[[TeimgrError | None], None] | None = None) -> TeimgrError | None: ...
 
     def settle(self, computed: int | None) -> None: ...
 
@@ -77,7 +82,12 @@ class Meter(Protocol):
 
 
 class Meters(Protocol):
-    """The meters of a process, by instance. What `lease` gives has to be given back."""
+    """The meters of a process, by instance. What `lease` gives has to be given back.
+
+    `has_table`: workers of this host charge and count in its table, without this process.
+    """
+
+    has_table: bool
 
     def lease(self, instance: str, model: str) -> Meter | None:
         """None while no key is required, or without room in the table."""
@@ -88,7 +98,11 @@ class Meters(Protocol):
 class EntryDesk:
     """Answers the notes of the worker at the other end of a link, by the table of this host. For the loop's thread."""
 
-    def __init__(self, meters: Meters, instance: str, model: str, send: Callable[..., None]) -> None:
+    def __init__(
+        self, meters: Meters, instance: str, model: str, send: Callable[..., None], *, is_heard: bool = True
+    ) -> None:
+        """`is_heard`: the worker knows these notes."""
+        self._is_heard = is_heard
         self._meters = meters
         self._of = instance, model
         self._send = send
@@ -97,13 +111,21 @@ class EntryDesk:
         self._open: dict[int, OpenCharge] = {}
 
     def introduce(self, tenant: int) -> None:
-        """Tell the worker on which terms a tenant calls, before its call."""
+        """Tell the worker on which terms a tenant calls, before its call.
+
+        Raises:
+            Unavailable: the tenant has a quota, and the worker cannot have it charged.
+        """
         if self._meter is None:
             self._meter = self._meters.lease(*self._of)
         if self._meter is None:
             return
         terms = self._meter.standing(tenant)
         if self._known.get(tenant) is terms:
+            return
+        if not self._is_heard:
+            if terms.has_quota:
+                raise Unavailable("The worker is of an earlier version, which charges no quota on this host")
             return
         self._known[tenant] = terms
         share = terms.share
@@ -145,11 +167,19 @@ class EntryDesk:
         if not terms.has_quota:  # any longer
             self._send(FrameType.TENANT, Note.CHARGED, id)
             return
-        charge = terms.open_account()
-        if (refusal := charge.charge(_valid_tokens(tokens))) is None:
-            self._open[id] = charge
+        charge = self._open[id] = terms.open_account()
+        decided = partial(self._decided, id, charge)
+        refusal = charge.charge(_valid_tokens(tokens), decided)
+        if not charge.decides_later:
+            decided(refusal)
+
+    def _decided(self, id: int, charge: OpenCharge, refusal: TeimgrError | None) -> None:
+        if self._meter is None:  # the link is lost
+            return
+        if refusal is None:
             self._send(FrameType.TENANT, Note.CHARGED, id, flags=SHADOWED if charge.is_shadowed else 0)
         else:
+            self._open.pop(id, None)
             packed, retry_ms = pack_error(refusal), retry_after_ms(refusal)
             self._send(FrameType.TENANT, Note.CHARGED, id, packed, deadline_ms=retry_ms)
 
