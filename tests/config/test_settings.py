@@ -11,8 +11,6 @@ import pytest
 from tests.config.loaded_settings import MTLS, SECOND, SEED, load, refused
 
 import teimgr
-from teimgr.config.auth import ApiKeyEntry
-from teimgr.config.sections import ClusterSettings
 from teimgr.config.settings import Auth, Mtls, Otel, Settings, Webhook
 from teimgr.config.sources import Configuration, Source, effective, plain, read, scalars, unread_variables
 from teimgr.errors import InvalidConfig
@@ -274,10 +272,6 @@ def test_loud_warnings_name_what_is_open_or_ignored(tmp_path: Path) -> None:
     assert [text.split()[0] for text in Settings(**every, auth=with_tls).warnings()] == ["instance_host"]
     assert list(Settings(api_host="localhost", grpc_host="::1", instance_host="127.0.0.9").warnings()) == []
     assert "tei_binary_path is ignored" in next(Settings(tei_binary_path="/bin/sleep").warnings())
-    keys = Auth(enabled=True, api_keys=(ApiKeyEntry(name="a", key="k" * 32, rights=("inference",)),))
-    of_fleet = ClusterSettings(address="10.0.0.1:6379", mux_per_host=True)
-    assert any("not counted" in text for text in Settings(auth=keys, cluster=of_fleet).warnings())
-    assert not any("not counted" in text for text in Settings(auth=keys).warnings())
 
 
 @pytest.mark.clause("M3.3-state-folder")

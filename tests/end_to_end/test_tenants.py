@@ -67,11 +67,11 @@ def embed(daemon: DaemonProcess, key: str, text: str) -> tuple[int, dict[str, st
     return post(daemon, key, "/v1/embeddings", {"model": "a", "input": text})
 
 
-def embed_by_grpc(daemon: DaemonProcess, key: str, text: str) -> tuple[str, dict[str, str]]:
+def embed_by_grpc(daemon: DaemonProcess, key: str, text: str, address: str = "127.0.0.1") -> tuple[str, dict[str, str]]:
     """The name of the status, and the trailers or, of an answer, the headers."""
     request = multiplexer_pb2.EmbedRequest(target={"instance_name": "a"}, request={"inputs": text})
     options = [("grpc.use_local_subchannel_pool", 1)]
-    with grpc.insecure_channel(f"127.0.0.1:{daemon.grpc_port}", options) as channel:
+    with grpc.insecure_channel(f"{address}:{daemon.grpc_port}", options) as channel:
         call = channel.unary_unary(EMBED)
         metadata = (("authorization", f"Bearer {key_of(key)}"),)
         try:

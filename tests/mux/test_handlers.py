@@ -490,7 +490,7 @@ class Server:
 
     async def __aenter__(self) -> int:
         options: dict[str, Any] = {"request_timeout_s": 0, "window": 8, "policy": self._policy, "health": MuxHealth()}
-        options["charges"] = self._charges
+        options["charges"] = lambda: self._charges
         self._server = GrpcServer(MuxHandlers(self._router, CallCounters(()), **options).protocol)
         sock = bind("127.0.0.1", 0)
         self._server.add(sock)

@@ -337,13 +337,6 @@ class Settings:
             yield "tei_binary_path is ignored: teimgr runs the models in its own workers and starts no TEI binary"
         if self.auth:
             yield from self.auth.warnings()
-            if self.cluster.mux_per_host and any(any(key.tenant.limits) for key in self.auth.api_keys):
-                yield "auth.api_keys: this host alone charges quotas: a mux of another one refuses keys that have one"
-            if self.cluster.mux_per_host and self.auth.api_keys:
-                yield (
-                    "auth.api_keys: calls that the mux of another host admits for a worker there are not counted, "
-                    "and share it without weight and priority of their keys"
-                )
         verified = self.auth is not None and any(map(self.auth.requires, PROVIDERS))
         for name in ("api_host", "grpc_host", "instance_host"):
             host = getattr(self, name)

@@ -167,7 +167,14 @@ class Daemon:
         self.manager.memory.tell_outgrown(self.residence.outgrown)
         self.manager.plan_evictions_by(self.residence.rehearsal)
         self.muxes = Muxes(
-            settings, self.directory, self.metrics, self.policy, node_identity, hosts, loads=self.residence
+            settings,
+            self.directory,
+            self.metrics,
+            self.policy,
+            node_identity,
+            hosts,
+            loads=self.residence,
+            tenants=self.tenants,
         )
         self.registry = Registry(
             settings,

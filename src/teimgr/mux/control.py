@@ -8,6 +8,8 @@
     {"stats": true}            replied by one line of counters
     {"ready": call}            a model that was asked for is loaded, and its routes are confirmed; no reply
     {"refused": [call, code, text, retry_after_s or null]}   it is not; no reply
+    {"terms": [[tenant, weight, priority, has_quota, is_shadow], …]}   to a mux of another host; no reply
+    {"leased": [number, decisions, tokens]}     answers `lease`; no reply
     {"stop": grace_s}          drain within `grace_s` seconds and exit; no reply
 
 Lines are processed in order, so a reply confirms those before it. A stopping mux sends `{"stopping": grace_s}`
@@ -16,6 +18,14 @@ unprompted, and answers until its calls are finished.
 It also sends, unprompted, `{"load": [call, instance, timeout_s or null], "tenant": number}` for a call of a key that
 waits for an on-demand model, and `{"left": call}` when that call has ended. A daemon gets these lines after it has
 sent a snapshot.
+
+A mux of another host (`mux/leases.py`) also sends to a daemon that has sent `terms`:
+
+    {"lease": [number, tenant, needs, wanted]}   decide on calls of `needs` tokens, and lease about `wanted` for others.
+        Each decision is null, true for a call that only `shadow` lets pass, or [code, text, retry_after_s or null]
+    {"settled": [[number, place, computed], …]}  the call at that place of a request has ended, or the lease, whose
+        place follows that of the last call; `computed` are its tokens that were computed
+    {"used": [[tenant, instance, model, counts], …]}   to be added to the use of keys, by `Counter`
 
 A connection from another host must present the daemon's certificate and first prove which incarnation it expects,
 since another process may have the port by now:

@@ -176,7 +176,7 @@ class MuxHandlers:
     `request_timeout_s` limits unary calls (0 = no limit); `window` bounds the messages of a stream in flight. Limits on
     memory and open calls are divided among the `processes` that share the port. `policy` authenticates and authorises
     each call of the table before its first message is read. Connections close after `max_age`, None for never.
-    `charges` is False on a host that cannot charge quotas: keys with a quota are refused there.
+    `charges` returns False while quotas cannot be charged here: keys with a quota are refused then.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class MuxHandlers:
         telemetry: Telemetry | None = None,
         loads: ModelLoads = NO_LOADS,
         max_age: MaxAge | None = None,
-        charges: bool = True,
+        charges: Callable[[], bool] = lambda: True,
     ) -> None:
         self._max_age = max_age
         self._charges = charges
@@ -279,7 +279,7 @@ class MuxHandlers:
         def caller_by(rules: Policy) -> Caller:
             found = authenticate_call(rules, certificate, metadata)
             found.require(_RIGHTS)
-            if found.has_quota and not charges:
+            if found.has_quota and not charges():
                 raise Forbidden(_UNCHARGED.format(found.name))
             return found
 

@@ -38,6 +38,7 @@ from teimgr.mux.control import DaemonLoads, Message, MuxControl
 from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers
 from teimgr.mux.health import MuxHealth
+from teimgr.mux.leases import LeasedMeters
 from teimgr.mux.server import GrpcServer, tls_context, tls_context_of
 from teimgr.observability import logs
 from teimgr.observability.loop_watchdog import LoopWatchdog
@@ -68,7 +69,10 @@ class Mux:
         self._is_beside = is_beside
         self._identity = FleetIdentity(Path(config.identity_dir), config.node) if config.identity_dir else None
         limits = LinkLimits(max_message_bytes=config.max_message_bytes)
-        meters = EntryMeters(Path(config.run_dir) / TENANTS_FILE) if self._identity else None
+        # The table of the tenants is on the daemon's host.
+        self._leases = LeasedMeters() if config.control_fd >= 0 else None
+        table = EntryMeters(Path(config.run_dir) / TENANTS_FILE) if self._identity else None
+        meters = self._leases or table
         self._router = Router(limits, self._identity, partial(allows, config.on_demand_models), meters)
         self._counters = CallCounters(self._router.instances)
         self._policy = PolicyInForce(Policy())
@@ -91,7 +95,7 @@ class Mux:
             config.orphan_grace_s,
             self._process,
             self._on_orphaned,
-            self._loads.lost,
+            self._lost,
         )
 
     async def run(self) -> None:
@@ -122,6 +126,8 @@ class Mux:
         await self._stopping.wait()
         if watching is not None:
             watching.cancel()
+        if self._leases is not None:
+            self._leases.report()
         # Announced to the daemon and to load balancers; a successor may take the port and control socket now.
         self._control.leave({"stopping": self._grace_s})
         self._loads.leave()
@@ -165,7 +171,7 @@ class Mux:
             telemetry=self._telemetry,
             loads=ReturningWorkers(self._router, self._loads, self._config.worker_wait_s, self._config.processes),
             max_age=MaxAge(age_s, self._config.connection_grace_s) if age_s else None,
-            charges=self._config.control_fd < 0,  # the table of the tenants is on the daemon's host
+            charges=lambda: self._leases is None or self._leases.is_on,
         )
         context = None if self._config.tls is None else tls_context(self._config.tls)
         return GrpcServer(handlers.protocol, context)
@@ -236,12 +242,19 @@ class Mux:
             self._woken.set()
         if "changes" in message:
             self._change((name, RouteEntry.from_dict(entry) if entry else None) for name, entry in message["changes"])
+        if self._leases is not None:
+            self._leases.take(message, daemon)
         self._loads.take(message, daemon)
         if "stop" in message:
             self._stop(float(message["stop"]))
         if message.get("stats"):
             return self._stats()
         return {"ack": True} if message.get("ack") else None
+
+    def _lost(self, daemon: asyncio.StreamWriter) -> None:
+        self._loads.lost(daemon)
+        if self._leases is not None:
+            self._leases.lost(daemon)
 
     def _take_certificates(self, texts: dict[str, str | None]) -> None:
         """Use certificates from the daemon, which has validated them."""

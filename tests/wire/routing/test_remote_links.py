@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.mux.test_leases import Fleet, Mux
 from tests.support.cluster import HOST, FleetNodes, TcpProxy, endpoint_of, worker_on
 from tests.support.models import build
 from tests.support.polling import eventually
 from tests.support.worker_process import WorkerProcess, arrow, embed_request, table
 
-from teimgr.errors import DailyTokensExceeded, Unavailable
+from teimgr.errors import DailyTokensExceeded, Internal, Unavailable
 from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
 from teimgr.wire import remote_frames
@@ -31,6 +32,7 @@ from teimgr.wire.routing import remote_links
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.router import Router
 from teimgr.wire.tenants.quotas import Limits
+from teimgr.wire.tenants.remote import Meters
 from teimgr.wire.tenants.table import FILE, TenantKey, TenantTable
 from teimgr.worker.tenant_meter import EntryMeters
 
@@ -69,7 +71,7 @@ async def route(nodes: FleetNodes) -> AsyncIterator[Route]:
             *endpoints: WorkerEndpoint,
             identity: FleetIdentity | None = None,
             limits: LinkLimits = LIMITS,
-            meters: EntryMeters | None = None,
+            meters: Meters | None = None,
         ) -> Router:
             router = Router(limits, identity or nodes.identity("head"), meters=meters)
             stack.push_async_callback(router.close)
@@ -149,6 +151,75 @@ async def test_calls_are_charged_and_counted_exactly_by_who_admits_them(
         else:
             assert not refused
     table.close()
+
+
+async def test_muxes_without_a_table_charge_and_count_by_leases_also_of_workers_of_their_host(
+    route: Route, endpoint: WorkerEndpoint, tmp_path: Path
+) -> None:
+    fleet = Fleet(tmp_path)
+    muxes = Mux(fleet), Mux(fleet)
+    routers = (
+        route(endpoint, meters=muxes[0].meters),
+        route(replace(endpoint, node="head"), meters=muxes[1].meters),  # the same worker, taken for one of this host
+    )
+    assert [replica(router).is_remote for router in routers] == [True, False]
+
+    async def spent_by(key: str, number: int) -> int:
+        context = RequestContext(f"{key}-{number}")
+        context.belongs_to(fleet.numbers[key])
+        with use_context(context):
+            try:
+                with routers[number % 2].lease(A) as lease:
+                    timings = (await lease.call(Method.EMBED, embed_request("fog " * 90), flags=Flag.WAIT)).timings
+            except DailyTokensExceeded:
+                return 0
+        assert timings is not None
+        return timings.tokens
+
+    cost = await spent_by("free", 0)
+    daily = await asyncio.gather(*(spent_by("daily", number) for number in range(10_000 // cost + 40)))
+    for mux in muxes:
+        mux.meters.report()
+
+    assert {sum(daily[0::2]) > 0, sum(daily[1::2]) > 0} == {True}
+    rows = {row.key: (row.tokens, row.calls, row.refused) for row in fleet.registry.usage()}
+    answered = sum(1 for tokens in daily if tokens)
+    assert rows["daily"] == (sum(daily), answered, len(daily) - answered)
+    assert rows["free"] == (cost, 1, 0)
+    assert 8_000 < sum(daily) <= 10_000
+    fleet.table.close()
+    fleet.registry.close()
+
+
+async def test_a_worker_of_an_earlier_version_gets_no_calls_of_a_key_with_a_quota(
+    start_worker: Any, tmp_path: Path
+) -> None:
+    def answer(request: Any) -> None:
+        if request.header.method == Method.HELLO:
+            request.fail(Internal("No method has the number 71"))
+        else:
+            request.reply(b"answer")
+
+    worker = await start_worker(answer)
+    fleet = Fleet(tmp_path)
+    mux = Mux(fleet)
+    router = Router(LIMITS, meters=mux.meters)
+    router.update(RoutingSnapshot((RouteEntry("a", "m", State.RUNNING, None, 32, (worker.endpoint,)),)))
+
+    async def call_of(key: str) -> bytes:
+        context = RequestContext(key)
+        context.belongs_to(fleet.numbers[key])
+        with use_context(context):
+            return await call(router)
+
+    assert await call_of("free") == b"answer"
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="earlier version"):
+            await call_of("daily")
+    assert replica(router).outstanding_calls == replica(router).outstanding_bytes == 0
+    await router.close()
+    fleet.table.close()
+    fleet.registry.close()
 
 
 async def test_a_local_replica_is_preferred_while_it_is_free(route: Route, endpoint: WorkerEndpoint) -> None:

@@ -8,7 +8,21 @@ from collections.abc import Iterator
 import pytest
 
 from teimgr.errors import Code
-from teimgr.wire.tenants.quotas import NS_PER_S, Limits, Receipt, Spent, charge, may_pass, refund, remaining
+from teimgr.wire.tenants.quotas import (
+    LEASE_S,
+    NS_PER_S,
+    Limits,
+    Receipt,
+    Spent,
+    charge,
+    lease_given,
+    lease_wanted,
+    may_pass,
+    mean_use,
+    refund,
+    remaining,
+    room,
+)
 
 DAY = 20_000
 
@@ -36,14 +50,14 @@ class Calls:
         self.spent = refund(self.spent, receipt, tokens, now_ns)
         self.admitted[number][1] -= tokens
 
-    def most_over(self) -> int:
-        """Tokens above what is allowed, in the worst of all windows."""
+    def most_over(self, late_s: float = 0) -> int:
+        """Tokens above what is allowed, in the worst of all windows, where they are used up to `late_s` later."""
         worst = 0
         for first in range(len(self.admitted)):
             tokens = 0
             for now_ns, count in self.admitted[first:]:
                 tokens += count
-                seconds = (now_ns - self.admitted[first][0]) / NS_PER_S
+                seconds = (now_ns - self.admitted[first][0]) / NS_PER_S + late_s
                 worst = max(worst, int(tokens - self.limits.burst - seconds * self.limits.rate))
         return worst
 
@@ -141,3 +155,50 @@ def test_lower_limits_count_at_once_and_a_full_bucket_says_so() -> None:
     assert remaining(500, 1, spent.arrival_ns, now_ns) == (0, 500 * NS_PER_S)  # of a burst that is less now
     assert remaining(1000, 1, 0, now_ns) == (1000, 0)
     assert charge(Limits(rate=10, burst=20), spent, 0, 20, now_ns + 2 * NS_PER_S, DAY).wait_ns == 2 * NS_PER_S
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_leases_of_several_hosts_pass_a_quota_by_what_is_used_late_at_most(seed: int) -> None:
+    """Each lease is charged at once, used in pieces until its end, and its rest is given back then."""
+    draw = random.Random(seed)
+    calls = Calls(Limits(draw.choice((3, 100, 7777)), draw.choice((50, 1000))))
+    used = Calls(calls.limits)
+    leases: list[tuple[int, int]] = []  # until when, and its place
+
+    for now_ns in moments(draw, 400):
+        for until_ns, place in [lease for lease in leases if draw.random() < 0.3 or lease[0] < now_ns]:
+            leases.remove((until_ns, place))
+            part = draw.random()
+            used.admitted.append([min(now_ns, until_ns), int(calls.open[place][1].tokens * part)])
+            _, receipt = calls.open[place]
+            calls.spent = refund(calls.spent, receipt, receipt.tokens - used.admitted[-1][1], now_ns)
+        if calls.call(draw.randrange(1, 60), now_ns):
+            leases.append((now_ns + int(LEASE_S * NS_PER_S), len(calls.open) - 1))
+
+    used.admitted.sort()
+    assert len(used.admitted) > 20
+    assert used.most_over(LEASE_S) == 0
+
+
+def test_a_lease_is_what_a_tenant_uses_of_late_and_a_part_of_what_its_quotas_have_left() -> None:
+    use = 0.0
+    for _ in range(1000):  # a hundred times a second
+        use = mean_use(use, 0.01, 10)
+    assert use == pytest.approx(1000, rel=0.02)
+    assert mean_use(use, 3600.0, 0) < 1
+
+    assert lease_wanted(1000.0, 0) == 500
+    assert lease_wanted(1000.0, 249) == 251
+    assert lease_wanted(1000.0, 250) == lease_wanted(0.0, 0) == 0
+    assert [lease_given(500, left) for left in (80_000, 800, 8, 7, 0)] == [500, 100, 1, 0, 0]
+
+
+def test_the_room_is_that_of_the_narrowest_quota() -> None:
+    now_ns = 10**15
+    verdict = charge(Limits(100, 1000), Spent(), 0, 400, now_ns, DAY)
+    spent = verdict.spent._replace(day=DAY, of_day=300)
+    assert room(Limits(100, 1000), spent, 0, now_ns, DAY) == 600
+    assert room(Limits(100, 1000, 850), spent, 0, now_ns, DAY) == 550
+    assert room(Limits(100, 1000, 850), spent, 0, now_ns, DAY + 1) == 600
+    assert room(Limits(100, 1000, 850, 500), spent, 450, now_ns, DAY) == 50
+    assert room(Limits(0, 0, 250), spent, 0, now_ns, DAY) == room(Limits(), spent, 0, now_ns, DAY) == 0

@@ -205,6 +205,9 @@ class MuxStopping(MuxLost):
         self.grace_s = grace_s
 
 
+_UNASKED = frozenset({"load", "left", "lease", "settled", "used"})
+
+
 class MuxLink:
     """The daemon's control connection to a mux. One read is always pending, to see its end at once.
 
@@ -236,7 +239,7 @@ class MuxLink:
             raise MuxLost(f"its control socket cannot be reached: {str(error) or 'it does not come up'}") from error
 
     def requests_go_to(self, handler: Callable[[dict[str, Any]], None]) -> None:
-        """Call `handler` with what the mux sends unasked: `load` and `left` of `mux/control.py`."""
+        """Call `handler` with what the mux sends unasked (`mux/control.py`)."""
         self._on_request = handler
 
     def send(self, **values: str) -> None:
@@ -295,7 +298,7 @@ class MuxLink:
         if "stopping" in message:
             raise MuxStopping(float(message["stopping"]))
         self._reading = asyncio.ensure_future(read_line(self._reader))
-        if "load" in message or "left" in message:
+        if not _UNASKED.isdisjoint(message):
             self._on_request(message)
             return None
         self.has_answered = True

@@ -23,6 +23,7 @@ from teimgr.observability.exposition import Page, Sample
 from teimgr.wire.tenants import quotas
 from teimgr.wire.tenants.quotas import NS_PER_S
 from teimgr.wire.tenants.table import FILE, Counter, RowCounts, TenantKey, TenantTable, bucket_at
+from teimgr.worker.tenant_meter import EntryMeters, TenantMeter
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ def _of_rows(rows: Iterable[list[Any]]) -> dict[UsageKey, Counts]:
 USAGE_FILE = "usage.json"
 """Beside the state file."""
 _EVERY_S = 1.0
+_MAX_NAMES = 2048
 _SHOWN_KEYS = 100  # each with a series in the metrics
 
 
@@ -161,6 +163,8 @@ class TenantRegistry:
         self._path = run_dir / FILE
         self._totals_path = state_file.with_name(USAGE_FILE)
         self._table: TenantTable | None = None
+        self._meters = EntryMeters(self._path)
+        self._meter: TenantMeter | None = None
         self._buckets: dict[int, _Bucket] = {}
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
@@ -206,8 +210,30 @@ class TenantRegistry:
         """Write the last counters, once no worker is left to count."""
         if self._table is not None:
             self._save()
+            if self._meter is not None:
+                self._meter.close()
+                self._meter = None
             self._table.close()
             self._table = None
+
+    def meter(self) -> TenantMeter | None:
+        """Return what charges for muxes of other hosts; None while no key is required, or while the table is full."""
+        if self._meter is None and self._table is not None:
+            self._meter = self._meters.lease("", "")
+        return self._meter
+
+    def terms(self) -> list[list[int]]:
+        """Return for each key: number, weight, priority; 1 if it has a quota, else 0; 1 if the quota is a shadow."""
+        if (table := self._table) is None:
+            return []
+        rows = [(number, table.terms(number), any(table.limits(number))) for number in self._numbers.values()]
+        return [[number, weight, rank, int(quota), int(shadow)] for number, (shadow, weight, rank), quota in rows]
+
+    def count(self, number: int, instance: str, model: str, counts: Sequence[int]) -> None:
+        """Add use that a mux of another host has counted. Raises ValueError: it is malformed."""
+        if len(counts) != len(Counter) or len(instance) + len(model) > _MAX_NAMES:
+            raise ValueError("not a row of use")
+        _add(self._totals.ended, {UsageKey(self._names.get(number, ""), instance, model): tuple(counts)})
 
     def usage(self) -> list[UsageRow]:
         """What was used up to now, by key, instance and model."""

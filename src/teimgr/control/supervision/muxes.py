@@ -22,6 +22,8 @@ from teimgr.control.launch.control_link import MuxDisconnected, MuxLink, MuxLost
 from teimgr.control.launch.mux_launcher import MuxHandle, MuxLauncher, SentCertificates, local_launcher
 from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed, WorkMeter
 from teimgr.control.residence.mux_calls import LoadsForMux
+from teimgr.control.sharing.leases import LeasesForMux
+from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.control.supervision.crash_reports import MUX, Crash, CrashReports
 from teimgr.control.supervision.lifecycle import (
     Backoff,
@@ -95,8 +97,10 @@ class MuxSupervisor(LifecycleTask):
         timeouts: MuxTimeouts | None = None,
         restarts: RestartPolicy = MUX_POLICY,
         loads: ModelLoads = NO_LOADS,
+        tenants: TenantRegistry | None = None,
     ) -> None:
         super().__init__(restarts, {"mux": launcher.name})
+        self._tenants = tenants if launcher.host else None  # of this host a mux has the table
         self.launcher = launcher
         self.name = launcher.name
         self.alarm: str | None = None
@@ -327,10 +331,15 @@ class MuxSupervisor(LifecycleTask):
         async with asyncio.timeout(self._timeouts.connect_limit_s):
             link = await process.connect(self._timeouts.connect_limit_s)
             try:
-                link.send(policy=self._policy.now.to_json(), snapshot=self._directory.snapshot().to_json())
+                link.send(**self._rules(), snapshot=self._directory.snapshot().to_json())
                 await link.ask("ack")
             finally:
                 link.close()
+
+    def _rules(self) -> dict[str, str]:
+        """Who may call, and what their quotas are."""
+        rules = {"policy": self._policy.now.to_json()}
+        return rules if self._tenants is None else rules | {"terms": json.dumps(self._tenants.terms())}
 
     async def _serve(self, process: MuxHandle) -> Exit:
         ended = asyncio.ensure_future(process.wait())
@@ -403,10 +412,15 @@ class MuxSupervisor(LifecycleTask):
         certificates = SentCertificates(self.launcher.tls)
         unsubscribe = (self._directory.subscribe(on_route), self._policy.subscribe(changed.set))
         waiting = LoadsForMux(link, self._loads, self.routes_confirmed)
-        link.requests_go_to(waiting.take)
-        link.send(
-            **certificates.news(), policy=self._policy.now.to_json(), snapshot=self._directory.snapshot().to_json()
-        )
+        leases = None if self._tenants is None else LeasesForMux(link, self._tenants)
+
+        def take(message: dict[str, Any]) -> None:
+            waiting.take(message)
+            if leases is not None:
+                leases.take(message)
+
+        link.requests_go_to(take)
+        link.send(**certificates.news(), **self._rules(), snapshot=self._directory.snapshot().to_json())
         version = self._directory.version
         if self._routes is None:
             self._set_routes(version)
@@ -427,12 +441,14 @@ class MuxSupervisor(LifecycleTask):
                         f"[{json.dumps(name)}, {entry.to_json() if entry else 'null'}]" for name, entry in changes
                     )
                     changes.clear()
-                    link.send(policy=self._policy.now.to_json(), changes=f"[{sent}]")
+                    link.send(**self._rules(), changes=f"[{sent}]")
                     version = self._directory.version
                 elif news := certificates.news():
                     link.send(**news)
         finally:
             waiting.close()
+            if leases is not None:
+                leases.close()
             for leave in unsubscribe:
                 leave()
 
@@ -484,13 +500,14 @@ class Muxes:
         identity: FleetIdentity | None = None,
         hosts: MuxHosts | None = None,
         loads: ModelLoads = NO_LOADS,
+        tenants: TenantRegistry | None = None,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
         count = settings.mux_processes if settings.grpc_enabled else 0
         crash_reports = CrashReports(settings.log_dir / "crashes")
         self._supervisor: Callable[[MuxLauncher], MuxSupervisor] = lambda launcher: MuxSupervisor(
-            launcher, directory, metrics, crash_reports, policy, loads=loads
+            launcher, directory, metrics, crash_reports, policy, loads=loads, tenants=tenants
         )
         self._local: Callable[[int], MuxSupervisor] = lambda number: self._supervisor(
             local_launcher(number, settings, identity)

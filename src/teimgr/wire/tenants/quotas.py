@@ -8,6 +8,7 @@ ahead of now. So in any window of T seconds at most `burst + rate * T` tokens ar
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from teimgr.errors import Code
@@ -117,6 +118,42 @@ def remaining(burst: int, rate: int, arrival_ns: int, now_ns: int) -> tuple[int,
         return burst, 0
     left = burst + -ahead_ns * rate // NS_PER_S
     return (left, ahead_ns) if left > 0 else (0, min(ahead_ns, time_of(burst, rate)))
+
+
+def room(limits: Limits, spent: Spent, in_flight: int, now_ns: int, day: int) -> int:
+    """Tokens that none of the quotas would refuse now; 0 without a quota."""
+    left = []
+    if limits.rate:
+        left.append(remaining(limits.burst, limits.rate, spent.arrival_ns, now_ns)[0])
+    if limits.daily:
+        left.append(limits.daily - (spent.of_day if spent.day == day else 0))
+    if limits.concurrent:
+        left.append(limits.concurrent - in_flight)
+    return max(0, min(left, default=0))
+
+
+LEASE_S = 2.0
+"""How long a lease may be used, from the request for it on. So in any window of T seconds at most `burst + rate *
+(T + LEASE_S)` tokens are admitted by all hosts."""
+_AHEAD_S = 0.5
+_MEAN_S = 1.0
+_LEASED_PART = 8
+
+
+def mean_use(before: float, since_s: float, tokens: int) -> float:
+    """Tokens a second of a tenant's recent calls, after a call of `tokens` that comes `since_s` after the last one."""
+    return before * math.exp(-since_s / _MEAN_S) + tokens / _MEAN_S
+
+
+def lease_wanted(use: float, left: int) -> int:
+    """Tokens to lease for the calls to come, where `left` are leased: nothing while they last for half of the time."""
+    ahead = int(use * _AHEAD_S)
+    return max(0, ahead - left) if 2 * left < ahead else 0
+
+
+def lease_given(wanted: int, room: int) -> int:
+    """Tokens for a lease: a small part of what is left, so that little is idle elsewhere, and at last nothing."""
+    return min(wanted, room // _LEASED_PART)
 
 
 def time_of(tokens: int, rate: int) -> int:

@@ -54,7 +54,7 @@ class OpenCharge(Protocol):
 
     @property
     def decides_later(self) -> bool:
-        """Whether `later` gets the decision instead of the caller of `charge`."""
+        """True if `later` gets the decision, instead of the caller of `charge`."""
 
     def charge(self, tokens: int, later: Callable[[TeimgrError | None], None] | None = None) -> TeimgrError | None: ...
 

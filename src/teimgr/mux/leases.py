@@ -1,0 +1,350 @@
+"""Leases of quotas at a mux of another host: tokens that the daemon has charged, and calls that draw from them.
+
+The daemon decides on each call for which too few tokens are leased, and leases tokens for later calls
+(`control/sharing/leases.py`). `wire/tenants/quotas.py` sets the size and the duration of a lease. The mux reports what
+each lease computed; the daemon refunds the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from teimgr.errors import Overloaded, TeimgrError, Unavailable, error_from_code
+from teimgr.wire.json_messages import write_line
+from teimgr.wire.tenants.quotas import LEASE_S, lease_wanted, mean_use
+from teimgr.wire.tenants.table import COUNTERS, Counter
+
+_ANSWER_S = 1.0
+"""How long a call waits for the daemon's decision, or for the next daemon."""
+_RETRY_S = 1.0
+_PAUSE_S = 0.1  # between requests for a lease of which none was given
+_REPORT_S = 0.02
+MAX_NEEDS = 256
+"""Calls in one request."""
+_MAX_WAITING = 2048
+_MAX_ROWS = 1024  # of a message
+
+Later = Callable[[TeimgrError | None], None]
+
+
+class Share(NamedTuple):
+    """What a tenant may use of a busy instance."""
+
+    weight: int = 1
+    priority: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Tokens that the daemon has charged: `left` may be drawn; `open` counts the charges that are not settled."""
+
+    number: int
+    place: int
+    left: int
+    open: int = 0
+    computed: int = 0
+
+
+class LeasedCharge:
+    """The charge of one job: `charge` once its tokens are known, `settle` when it is over."""
+
+    decides_later = True
+
+    def __init__(self, purse: Purse) -> None:
+        self.is_shadowed = False
+        self.tokens = 0
+        self.drawn: list[tuple[Lease, int]] = []
+        self.is_over = False
+        self._purse = purse
+        self._later: Later | None = None
+
+    def charge(self, tokens: int, later: Later | None = None) -> None:
+        """Charge the job; `later` gets the decision, at once where enough is leased."""
+        self.tokens, self._later = tokens, later
+        self._purse.draw(self)
+
+    def decide(self, refusal: TeimgrError | None) -> None:
+        later, self._later = self._later, None
+        if self.is_over:
+            self._purse.give_back(self, 0)
+        if later is not None:
+            later(refusal)
+
+    def settle(self, computed: int | None) -> None:
+        """End the charge; tokens that were not `computed` are refunded. A second call does nothing."""
+        if not self.is_over:
+            self.is_over = True
+            self._purse.give_back(self, computed or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a tenant may use, as the daemon sent it last."""
+
+    purse: Purse
+    share: Share
+    has_quota: bool
+    is_shadow: bool
+
+    def open_account(self) -> LeasedCharge:
+        return LeasedCharge(self.purse)
+
+
+class _Request(NamedTuple):
+    number: int
+    needs: list[LeasedCharge]
+    wanted: int
+    at: float
+
+
+class Purse:
+    """The leases of one tenant, and its calls that wait for a decision. `terms` changes with the configuration."""
+
+    def __init__(self, book: LeasedMeters, tenant: int) -> None:
+        self.terms = Terms(self, Share(), False, False)
+        self._book = book
+        self._tenant = tenant
+        self._leases: list[Lease] = []
+        self._waiting: dict[LeasedCharge, None] = {}  # in their order
+        self._asked: _Request | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._use, self._used_at, self._again_at = 0.0, 0.0, 0.0
+        self._loop = asyncio.get_running_loop()
+
+    def set_terms(self, weight: int = 1, priority: int = 0, has_quota: int = 0, is_shadow: int = 0, *_: int) -> None:
+        """Take a row of `terms`; those that are as before stay the same object."""
+        terms = Terms(self, Share(weight, priority), bool(has_quota), bool(is_shadow))
+        if terms != self.terms:
+            self.terms = terms
+
+    def draw(self, charge: LeasedCharge) -> None:
+        """Decide on a charge by what is leased, or have the daemon decide."""
+        now = self._loop.time()
+        self._use, self._used_at = mean_use(self._use, now - self._used_at, charge.tokens), now
+        if not self._waiting and sum([lease.left for lease in self._leases]) >= charge.tokens:
+            self._take(charge)
+            charge.decide(None)
+        elif len(self._waiting) >= _MAX_WAITING:
+            charge.decide(Overloaded("Too many calls of the key wait for its quota", _RETRY_S))
+        else:
+            self._waiting[charge] = None
+        self.ask()
+
+    def give_back(self, charge: LeasedCharge, computed: int) -> None:
+        """End a charge of which `computed` tokens were computed."""
+        if charge in self._waiting:
+            del self._waiting[charge]
+            charge.decide(None)
+        drawn, charge.drawn = charge.drawn, []
+        for lease, tokens in drawn:
+            done = min(tokens, computed)
+            computed -= done
+            lease.computed += done
+            lease.open -= 1
+            self._close(lease)
+
+    def ask(self) -> None:
+        """Send the waiting calls, and ask for a lease before the last one is used up; one request at a time."""
+        if self._waiting and self._timer is None:
+            self._timer = self._loop.call_later(self._book.wait_s(), self._refuse)
+        if self._asked is not None or not self._book.has_daemon:
+            return
+        now, left = self._loop.time(), sum([lease.left for lease in self._leases])
+        wanted = lease_wanted(self._use, left) if now >= self._again_at else 0
+        if not (self._waiting or wanted):
+            return
+        needs = list(itertools.islice(self._waiting, MAX_NEEDS))
+        for charge in needs:
+            del self._waiting[charge]
+        number = self._book.number_for(self)
+        self._asked = _Request(number, needs, wanted, now)
+        self._book.send(lease=[number, self._tenant, [charge.tokens for charge in needs], wanted])
+
+    def answered(self, decisions: list[Any], given: int) -> None:
+        """Apply the daemon's decisions on the calls of the request, and its lease of `given` tokens."""
+        assert self._asked is not None
+        (number, needs, wanted, asked_at), self._asked = self._asked, None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if given:
+            self._leases.append(lease := Lease(number, len(needs), given))
+            self._loop.call_at(asked_at + LEASE_S, self._end, lease)
+        elif wanted:
+            self._again_at = self._loop.time() + _PAUSE_S
+        for place, (charge, decision) in enumerate(zip(needs, decisions, strict=True)):
+            if isinstance(decision, list):
+                code, text, retry_s = decision
+                charge.decide(error_from_code(code, text, retry_after_s=retry_s))
+            else:
+                charge.drawn = [(Lease(number, place, 0, open=1), charge.tokens)]
+                charge.is_shadowed = decision is True
+                charge.decide(None)
+        self.ask()
+
+    def lost(self) -> None:
+        """Withdraw the open request: the calls wait for the next daemon."""
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            self._waiting = dict.fromkeys(asked.needs) | self._waiting
+            self._book.forget(asked.number)
+
+    def _refuse(self) -> None:
+        """Refuse the calls on which no daemon has decided in time; calls of a `shadow` key pass."""
+        self._timer = None
+        self.lost()
+        waiting, self._waiting = self._waiting, {}
+        for charge in waiting:
+            error = Unavailable("The daemon's host, which has the quota of the key, cannot be reached")
+            error.try_after(_RETRY_S)
+            charge.decide(None if self.terms.is_shadow else error)
+
+    def _take(self, charge: LeasedCharge) -> None:
+        need = charge.tokens
+        for lease in self._leases:
+            if part := min(lease.left, need):
+                lease.left, lease.open, need = lease.left - part, lease.open + 1, need - part
+                charge.drawn.append((lease, part))
+        self._leases = [lease for lease in self._leases if lease.left]
+
+    def _end(self, lease: Lease) -> None:
+        if lease.left:
+            lease.left = 0
+            self._leases.remove(lease)
+            self._close(lease)
+
+    def _close(self, lease: Lease) -> None:
+        if not (lease.left or lease.open):
+            self._book.settled(lease.number, lease.place, lease.computed)
+
+
+class LeasedMeters:
+    """`Meters` of a mux that has leases. Requests go to the daemon that has sent `terms` last."""
+
+    has_table = False
+
+    def __init__(self) -> None:
+        self.is_on = False  # whether keys are required, and a daemon that leases their quotas has been here
+        self._purses: dict[int, Purse] = {}
+        self._daemon: asyncio.StreamWriter | None = None
+        self._lost_at = float("-inf")
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, Purse] = {}
+        self._settled: list[tuple[int, int, int]] = []
+        self._used: dict[tuple[int, str, str], list[int]] = {}
+        self._reporting: asyncio.TimerHandle | None = None
+
+    def take(self, message: dict[str, Any], daemon: asyncio.StreamWriter) -> None:
+        """Take `terms` or `leased` of `mux/control.py`."""
+        if "terms" in message:
+            self._learn(message["terms"], daemon)
+        if "leased" in message:
+            number, decisions, given = message["leased"]
+            if (purse := self._asked.pop(number, None)) is not None:
+                purse.answered(decisions, given)
+            else:  # too late
+                granted = [place for place, each in enumerate(decisions) if not isinstance(each, list)]
+                for place in (*granted, len(decisions)):
+                    self.settled(number, place, 0)
+
+    def lost(self, daemon: asyncio.StreamWriter) -> None:
+        """Process the end of a daemon's link."""
+        if daemon is self._daemon:
+            self._daemon, self._lost_at = None, asyncio.get_running_loop().time()
+            self._settled.clear()  # that daemon settles all when its link ends
+            for purse in self._purses.values():
+                purse.lost()
+
+    def lease(self, instance: str, model: str) -> LeasedMeter | None:
+        return LeasedMeter(self, instance, model) if self.is_on else None
+
+    def give_back(self, instance: str, model: str) -> None:
+        """Do nothing: nothing is held per instance."""
+
+    def purse(self, tenant: int) -> Purse:
+        if (found := self._purses.get(tenant)) is None:
+            found = self._purses[tenant] = Purse(self, tenant)
+        return found
+
+    def wait_s(self) -> float:
+        """Return how long a call waits for a decision; 0 if the daemon has been gone for that long."""
+        if self._daemon is not None:
+            return _ANSWER_S
+        return max(0.0, self._lost_at + _ANSWER_S - asyncio.get_running_loop().time())
+
+    @property
+    def has_daemon(self) -> bool:
+        return self._daemon is not None
+
+    def number_for(self, purse: Purse) -> int:
+        """Return the number of a new request, whose answer the purse gets."""
+        number = next(self._numbers)
+        self._asked[number] = purse
+        return number
+
+    def send(self, **values: object) -> None:
+        """Send a message to the daemon, if there is one."""
+        if self._daemon is not None:
+            write_line(self._daemon, **values)
+
+    def forget(self, number: int) -> None:
+        """Ignore the answer to a request; what it grants is refunded."""
+        self._asked.pop(number, None)
+
+    def settled(self, number: int, place: int, computed: int) -> None:
+        """Report that all charges of a lease have ended."""
+        if self._daemon is not None:
+            self._settled.append((number, place, computed))
+            self._report_soon()
+
+    def count(self, tenant: int, instance: str, model: str, counter: Counter, by: int) -> None:
+        self._used.setdefault((tenant, instance, model), [0] * COUNTERS)[counter] += by
+        self._report_soon()
+
+    def report(self) -> None:
+        """Send the daemon what is settled and used. Without a daemon the counts of use are kept for the next one."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None
+        if self._daemon is None:
+            return
+        settled, self._settled = self._settled, []
+        used, self._used = [[*names, counts] for names, counts in self._used.items()], {}
+        for begin in range(0, max(len(settled), len(used)), _MAX_ROWS):
+            end = begin + _MAX_ROWS
+            self.send(settled=settled[begin:end], used=used[begin:end])
+
+    def _report_soon(self) -> None:
+        if self._reporting is None and self._daemon is not None:
+            self._reporting = asyncio.get_running_loop().call_later(_REPORT_S, self.report)
+
+    def _learn(self, terms: list[list[int]], daemon: asyncio.StreamWriter) -> None:
+        given = {tenant: rest for tenant, *rest in terms}
+        self.is_on = bool(given)
+        for tenant in given.keys() | self._purses.keys():
+            self.purse(tenant).set_terms(*given.get(tenant, ()))
+        if self._daemon is not daemon:
+            self._daemon = daemon
+            for purse in self._purses.values():
+                purse.lost()
+                purse.ask()
+        self.report()
+
+
+class LeasedMeter:
+    """The meter of an instance."""
+
+    def __init__(self, book: LeasedMeters, instance: str, model: str) -> None:
+        self._book = book
+        self._of = instance, model
+
+    def standing(self, tenant: int) -> Terms:
+        return self._book.purse(tenant).terms
+
+    def count(self, tenant: int, counter: Counter, by: int = 1) -> None:
+        if by:
+            self._book.count(tenant, *self._of, counter, by)
