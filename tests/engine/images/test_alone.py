@@ -54,7 +54,7 @@ def test_pixels_are_those_of_the_librarys_processor_bit_for_bit(served: Served) 
     assert dual is not None
     table = PixelTable(dual.steps)
     for picture, there in zip(PICTURES, read_by_library(served.path), strict=True):
-        here = table.numbers([prepare(decode(file_of(picture)), dual.steps)])
+        here = table.numbers([prepare(decode(file_of(picture)), dual.steps)], torch.device("cpu"))
         assert torch.equal(here, there)
 
 

@@ -102,7 +102,7 @@ def test_ids_pixels_and_positions_are_the_librarys_bit_for_bit(served: Served) -
         if not isinstance(ours, EncodedPicture):
             continue
         taken = [one.take() for one in ours.waiting]
-        made = torch.cat([patches(PixelTable(steps).numbers([one]), steps)[0] for one in taken])
+        made = torch.cat([patches(PixelTable(steps).numbers([one], torch.device("cpu")), steps)[0] for one in taken])
         assert torch.equal(made, theirs["pixel_values"])
         sides = [(one.shape[1] // steps.unit, one.shape[2] // steps.unit) for one in taken]
         assert [[1, 2 * down, 2 * across] for down, across in sides] == theirs["image_grid_thw"].tolist()

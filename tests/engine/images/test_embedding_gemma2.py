@@ -37,7 +37,7 @@ def test_vectors_ids_and_pixels_are_the_librarys_in_one_mixed_call_and_alone(tmp
     steps = served.engine.layout.dual.steps
     for file, picture in zip(FILES, pictures, strict=True):
         theirs = library.inputs("", [file])
-        numbers = PixelTable(steps).numbers([prepare(decode(file), steps)])[0]
+        numbers = PixelTable(steps).numbers([prepare(decode(file), steps)], torch.device("cpu"))[0]
         down, across = numbers.shape[1] // steps.patch, numbers.shape[2] // steps.patch
         split = numbers.reshape(3, down, steps.patch, across, steps.patch).permute(1, 3, 2, 4, 0)
         assert torch.equal(split.reshape(down * across, -1), theirs["pixel_values"][0, : down * across])

@@ -71,7 +71,7 @@ def test_patches_are_those_of_the_librarys_processor_bit_for_bit(served: Served)
     steps = flexible(served)
     table = PixelTable(steps)
     for picture, there in zip(PICTURES, read_by_library(served.path), strict=True):
-        numbers = table.numbers([prepare(decode(file_of(picture)), steps)])[0]
+        numbers = table.numbers([prepare(decode(file_of(picture)), steps)], torch.device("cpu"))[0]
         down, across = numbers.shape[1] // 16, numbers.shape[2] // 16
         assert there["spatial_shapes"].tolist() == [[down, across]]
         here = numbers.reshape(3, down, 16, across, 16).permute(1, 3, 2, 4, 0).reshape(down * across, -1)

@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from tests.support.card import StandInCard
 from tests.support.models.dual_encoders import build_clip, file_of, noise
 
+from teimgr.engine import gpu
+from teimgr.engine.batching import pinned_ring
 from teimgr.engine.images import pixels
 from teimgr.engine.images.inputs import read_picture
 from teimgr.engine.images.waiting import PictureDecoder
 from teimgr.engine.native_library import native_library
+from teimgr.models.layout import PixelSteps
 from teimgr.models.reading import read_layout
 
 LIMIT_S = 60.0
@@ -38,6 +43,23 @@ def test_resizing_in_strips_gives_pillows_bits(resample: Image.Resampling, monke
             found = pixels._resized(image, size, resample)
             assert found.tobytes() == image.resize(size, resample).tobytes(), (image.size, size)
     assert len(strips) > 40
+
+
+def test_a_card_gets_the_bytes_of_pictures_and_makes_the_same_numbers(card: StandInCard) -> None:
+    """Of a quarter of the size of the numbers, from pinned memory."""
+    steps = PixelSteps(
+        shortest=None, size=None, resample=3, crop=None, factor=1 / 255, mean=(0.4, 0.5, 0.6), deviation=(0.2, 0.3, 0.4)
+    )
+    pictures = [np.random.default_rng(seed).integers(0, 256, (3, 20, 30), np.uint8) for seed in range(3)]
+    sent, own = list[int](), pinned_ring.INPUTS.take
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pinned_ring.INPUTS, "take", lambda size: sent.append(size) or own(size))
+        there = pixels.PixelTable(steps).numbers(pictures, torch.device("cpu"))
+        patch.setattr(gpu, "is_gpu", lambda device: False)
+        here = pixels.PixelTable(steps).numbers(pictures, torch.device("cpu"))
+    assert there.dtype is here.dtype is torch.float32
+    assert torch.equal(there, here)
+    assert sent == [3 * 3 * 20 * 30, 3 * 256 * 4]
 
 
 def test_a_photograph_is_decoded_in_steps_that_wait_for_queries(

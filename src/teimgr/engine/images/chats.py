@@ -168,9 +168,9 @@ class ChatBackbone(Transformer):
         """Return the vectors of all picture tokens, and those that are added after the first layers."""
         patch = self._steps.patch
         grids = [[1, picture.shape[1] // patch, picture.shape[2] // patch] for picture in pictures]
-        pixels = torch.cat([patches(self._table.numbers([picture]), self._steps)[0] for picture in pictures])
+        numbers = (self._table.numbers([picture], self.device) for picture in pictures)
         vision = self._whole.visual
-        given = pixels.to(self.device, next(vision.parameters()).dtype)
+        given = torch.cat([patches(each, self._steps)[0] for each in numbers]).to(next(vision.parameters()).dtype)
         found = vision(given, grid_thw=torch.tensor(grids, device=self.device), return_dict=True)
         return found.pooler_output, list(getattr(found, "deepstack_features", None) or ())  # Qwen2-VL lacks them
 
@@ -187,7 +187,11 @@ class SoftBackbone(ChatBackbone):
         patch = self._steps.patch
         for picture in pictures:
             down, across = picture.shape[1] // patch, picture.shape[2] // patch
-            split = self._table.numbers([picture]).reshape(3, down, patch, across, patch).permute(1, 3, 2, 4, 0)
+            split = (
+                self._table.numbers([picture], self.device)
+                .reshape(3, down, patch, across, patch)
+                .permute(1, 3, 2, 4, 0)
+            )
             places = torch.stack(torch.meshgrid(torch.arange(across), torch.arange(down), indexing="xy"), dim=-1)
             given = split.reshape(1, down * across, -1), places.reshape(1, -1, 2)
             seen = self._whole.get_image_features(*(one.to(self.device) for one in given), return_dict=True)

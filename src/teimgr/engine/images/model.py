@@ -74,7 +74,7 @@ class PictureTower(nn.Module):
         found = []
         for at in range(0, len(pictures), step):
             give_way()
-            numbers = self._table.numbers(pictures[at : at + step]).to(parameter.device, parameter.dtype)
+            numbers = self._table.numbers(pictures[at : at + step], parameter.device).to(parameter.dtype)
             pooled: Tensor = self.vision(pixel_values=numbers).pooler_output
             found.append((pooled if self.projection is None else self.projection(pooled)).float())
         return torch.cat(found)
@@ -109,7 +109,7 @@ class FlexibleTower(nn.Module):
     def _of_one_size(self, pictures: Sequence[Pixels]) -> Tensor:
         give_way()
         parameter = next(self.vision.parameters())
-        numbers = self._table.numbers(pictures).to(parameter.device, parameter.dtype)
+        numbers = self._table.numbers(pictures, parameter.device).to(parameter.dtype)
         count, colours, height, width = numbers.shape
         down, across = height // self._patch, width // self._patch
         split = numbers.reshape(count, colours, down, self._patch, across, self._patch)

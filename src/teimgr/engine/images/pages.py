@@ -269,7 +269,8 @@ class PageModel(PicturedModel):
     @torch.inference_mode()
     def vectors(self, pictures: Sequence[Pixels]) -> Tensor:
         """Compute the vectors of pages of one size: float32 [N, tokens, width], on the device."""
-        numbers = self._table.numbers(pictures)
+        device, dtype = self.backbone.device, next(self._module.parameters()).dtype
+        numbers = self._table.numbers(pictures, device)
         steps = self._dual.steps
         down, across = numbers.shape[2:]
         given = {"pixel_values": numbers}
@@ -278,8 +279,7 @@ class PageModel(PicturedModel):
             given = {"pixel_values": patches(numbers, steps), "image_grid_thw": grid}
         elif isinstance(steps, TileSteps):
             given, down = {"pixel_values": squares(numbers, steps.tile)}, max(down - steps.tile, steps.tile)
-        device, dtype = self.backbone.device, next(self._module.parameters()).dtype
-        given["pixel_values"] = given["pixel_values"].to(device, dtype)
+        given["pixel_values"] = given["pixel_values"].to(dtype)
         ids = torch.from_numpy(np.tile(self._ids.of(across, down), (len(pictures), 1))).to(device)
         given = {name: value.to(device) for name, value in given.items()} | _of_ids(self._module, ids)
         found: Tensor = self._module(**given).embeddings

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from teimgr.engine import gpu
+from teimgr.engine.batching.batch import to_device
 from teimgr.engine.images import memory
 from teimgr.engine.images.files import MAX_PIXELS
 from teimgr.engine.native_library import give_way
@@ -229,8 +231,11 @@ class PixelTable:
             mean, deviation = np.array(steps.mean, np.float32), np.array(steps.deviation, np.float32)
             self._table = (self._table - mean[:, None]) / deviation[:, None]
 
-    def numbers(self, pictures: Sequence[Pixels]) -> torch.Tensor:
-        """Convert pictures of one size to float32 [pictures, 3, height, width]."""
+    def numbers(self, pictures: Sequence[Pixels], device: torch.device) -> torch.Tensor:
+        """Pictures of one size → float32 [pictures, 3, height, width], on a GPU made there of the bytes."""
+        if gpu.is_gpu(device):
+            sent, table = to_device(np.stack(pictures), device), to_device(self._table, device)
+            return torch.stack([table[colour][sent[:, colour].int()] for colour in range(3)], dim=1)
         found = np.empty((len(pictures), *pictures[0].shape), np.float32)
         for place, pixels in enumerate(pictures):
             for colour in range(3):
