@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tests.house.figures import PACKAGE, SourceModule
+from tests.house.figures import PACKAGE, SourceModule, nodes_of
 
 _ITEMS_OF = {"list", "set", "tuple", "deque", "Iterable", "Iterator", "Sequence", "Collection", "frozenset"}
 _VALUES_OF = {"dict", "defaultdict", "Mapping", "MutableMapping"}
@@ -39,13 +39,13 @@ class _Index:
         for module in found:
             self.libraries[module.name] = {
                 alias.asname or alias.name.partition(".")[0]
-                for node in ast.walk(module.tree)
+                for node in module.nodes
                 if isinstance(node, ast.Import)
                 for alias in node.names
             }
             self.imports[module.name] = {
                 alias.asname or alias.name: (node.module or "", alias.name)
-                for node in ast.walk(module.tree)
+                for node in module.nodes
                 if isinstance(node, ast.ImportFrom)
                 for alias in node.names
             }
@@ -114,7 +114,7 @@ class _Scope:
             self._note_foreign(each.arg, each.annotation)
         if owner is not None and arguments.args and arguments.args[0].annotation is None:
             self._names[arguments.args[0].arg] = owner
-        for node in ast.walk(function):
+        for node in nodes_of(function):
             match node:
                 case ast.arg(name, annotation) if annotation is not None:  # of a nested function
                     self._names[name] = index.annotated(module, annotation)
@@ -186,18 +186,17 @@ def assignments_from_outside(found: list[SourceModule]) -> list[str]:
     outside: list[str] = []
     for module in found:
         for owner, function in _functions(index, module):
-            scope = _Scope(index, module.name, owner, function)
-            outside += [
-                f"{module.name}:{target.lineno}: {ast.unparse(target)}"
-                for target in _targets(function)
-                if _is_outside(index, module.name, scope, target)
-            ]
+            if targets := _targets(function):
+                scope = _Scope(index, module.name, owner, function)
+                outside += [
+                    f"{module.name}:{target.lineno}: {ast.unparse(target)}"
+                    for target in targets
+                    if _is_outside(index, module.name, scope, target)
+                ]
     return outside
 
 
 def _is_outside(index: _Index, module: str, scope: _Scope, target: ast.Attribute) -> bool:
-    if isinstance(target.value, ast.Name) and target.value.id in ("self", "cls"):
-        return False
     of = scope.of(target.value)
     if of is not None:
         declaring = index.class_with(of, target.attr)
@@ -217,10 +216,15 @@ def _functions(index: _Index, module: SourceModule) -> Iterator[tuple[_Class | N
             yield from ((owner, each) for each in node.body if isinstance(each, _Function))
 
 
-def _targets(function: _Function) -> Iterator[ast.Attribute]:
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node
+def _targets(function: _Function) -> list[ast.Attribute]:
+    """The attributes that a function assigns to, but for those of `self` and `cls`."""
+    return [
+        node
+        for node in nodes_of(function)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
 
 
 def _class(module: str, node: ast.ClassDef) -> _Class:
@@ -244,7 +248,7 @@ def _class(module: str, node: ast.ClassDef) -> _Class:
 def _note_own(made: _Class, method: _Function) -> None:
     """The attributes that a method gives `self`, with the annotation of a parameter that is one's value."""
     parameters = {each.arg: each.annotation for each in (*method.args.args, *method.args.kwonlyargs)}
-    for node in ast.walk(method):
+    for node in nodes_of(method):
         match node:
             case ast.AnnAssign(ast.Attribute(ast.Name("self"), name), annotation):
                 made.attributes[name] = annotation

@@ -10,6 +10,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -25,10 +26,27 @@ class SourceModule:
     lines: int
     tree: ast.Module
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return nodes_of(self.tree)
+
     @property
     def is_package(self) -> bool:
         """Whether it is a package's `__init__` or `__main__`, which every package may have."""
         return self.path.stem in ("__init__", "__main__")
+
+
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """The nodes of a tree in the order of `ast.walk`, which takes three times as long."""
+    found = [tree]
+    for node in found:
+        for value in vars(node).values():
+            if isinstance(value, ast.AST):
+                found.append(value)
+            elif isinstance(value, list):
+                found += [each for each in value if isinstance(each, ast.AST)]
+    return found
 
 
 def modules(root: Path) -> list[SourceModule]:
@@ -48,7 +66,7 @@ def function_lengths(found: list[SourceModule]) -> list[int]:
     return [
         (node.end_lineno or node.lineno) - node.lineno + 1
         for module in found
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 
@@ -58,7 +76,7 @@ def imported_by(found: list[SourceModule]) -> Mapping[str, set[str]]:
     names = {module.name for module in found}
     importers: dict[str, set[str]] = defaultdict(set)
     for module in found:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 for alias in node.names:
                     full = f"{node.module}.{alias.name}"
@@ -93,7 +111,7 @@ def repeated_class_names(found: list[SourceModule]) -> Mapping[str, list[str]]:
     return _repeated(
         (node.name, module.name)
         for module in found
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
 

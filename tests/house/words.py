@@ -39,10 +39,15 @@ _PATTERNS = {name: re.compile(pattern) for name, pattern in _PHRASES.items()}
 def matches(root: Path) -> Iterator[str]:
     """`FILE:LINE: [PHRASE] TEXT` of each match, once for each phrase of a line."""
     for path in _texts(root):
-        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
-            for name, pattern in _PATTERNS.items():
-                if pattern.search(line):
-                    yield f"{path.relative_to(root)}:{number}: [{name}] {line.strip()[:160]}"
+        text = path.read_text(errors="replace")
+        found = {
+            (text.count("\n", 0, each.start()), name)
+            for name, pattern in _PATTERNS.items()
+            for each in pattern.finditer(text)
+        }
+        lines = text.split("\n") if found else []
+        for number, name in sorted(found):
+            yield f"{path.relative_to(root)}:{number + 1}: [{name}] {lines[number].strip()[:160]}"
 
 
 def _texts(root: Path) -> Iterator[Path]:
