@@ -13,11 +13,13 @@ from tests.support.daemon_process import DaemonProcess
 from teimgr.errors import TeimgrError
 
 CALLERS = 3
+PAUSE_S = 0.02
+"""Of a caller after each call. Callers without one would take the cores from what heals meanwhile."""
 
 
 @dataclass
 class Load:
-    """`CALLERS` callers embed one text after another on `instance` until the block ends.
+    """`CALLERS` callers embed one text after another on `instance`, some 100 in a second, until the block ends.
 
     `done` counts answers; `failures` counts failed calls by code; `progress` waits for more answers.
     """
@@ -60,9 +62,9 @@ class Load:
                         await client.embed(f"text {number} of the load, call {self.calls}", instance=self.instance)
                     except TeimgrError as error:
                         self._count(error)
-                        await asyncio.sleep(0.005)  # a caller that is refused does not hammer
                     else:
                         self._count(None)
+                    await asyncio.sleep(PAUSE_S)
 
             await asyncio.gather(*(caller(number) for number in range(CALLERS)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[DaemonProcess]:
-    with DaemonProcess(orphan_grace_secs=30) as running:
+    with WarmDaemonProcess(orphan_grace_secs=30) as running:
         yield running
 
 
@@ -102,13 +103,8 @@ def test_a_killed_mux_is_back(daemon: DaemonProcess) -> None:
 
 
 def test_a_killed_nursery_is_back_for_the_next_start(daemon: DaemonProcess, tiny: Path) -> None:
-    assert daemon.process is not None
     before = pid_of(daemon, "mini")
-    nursery = next(
-        child
-        for child in psutil.Process(daemon.process.pid).children()
-        if any("nursery" in word for word in child.cmdline())
-    )
+    nursery = psutil.Process(json.loads((daemon.folder / "run" / "nursery.run").read_text())["pid"])
     nursery.kill()
     nursery.wait(10)
 
@@ -159,15 +155,19 @@ def test_a_stop_is_wanted_state_and_survives_the_daemon(daemon: DaemonProcess) -
 
 
 @pytest.mark.clause("M5.5-shutdown")
-def test_a_clean_stop_leaves_no_process_no_socket_and_no_run_file(daemon: DaemonProcess) -> None:
-    everything = daemon.processes()
-    assert len(everything) >= 4  # two workers, the mux, the nursery
+def test_a_clean_stop_leaves_no_process_no_socket_and_no_run_file(tiny: Path) -> None:
+    with DaemonProcess() as daemon:  # with a nursery of its own
+        with daemon.client() as client:
+            client.create("tiny", str(tiny), replicas=2)
+            client.wait_until_running("tiny", deadline_s=60)
+        everything = daemon.processes()
+        assert len(everything) >= 4  # two workers, the mux, the nursery
 
-    assert daemon.stop() == 0
+        assert daemon.stop() == 0
 
-    psutil.wait_procs(everything, timeout=5)
-    assert daemon.processes() == []
-    assert [name for name in daemon.run_files() if name.endswith((".sock", ".json", ".exit", ".run"))] == []
+        psutil.wait_procs(everything, timeout=5)
+        assert daemon.processes() == []
+        assert [name for name in daemon.run_files() if name.endswith((".sock", ".json", ".exit", ".run"))] == []
 
 
 @pytest.mark.clause("M5.5-shutdown")
@@ -191,7 +191,7 @@ def test_a_daemon_that_is_refused_the_run_directory_leaves_the_others_muxes() ->
     with WarmDaemonProcess() as daemon:
         until((daemon.folder / "run" / "mux-0.sock").exists)
         before = daemon.run_files()
-        second = DaemonProcess(run_dir=str(daemon.folder / "run"))
+        second = WarmDaemonProcess(run_dir=str(daemon.folder / "run"))
 
         with pytest.raises(AssertionError):
             second.start()
