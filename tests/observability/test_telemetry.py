@@ -12,7 +12,7 @@ import grpc
 import pyarrow as pa
 import pytest
 from tests.observability.trace_collector import Collector, Seen
-from tests.support.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess, WarmDaemonProcess
 from tests.support.models import build
 
 from teimgr.wire.pb.tei.v1 import tei_pb2
@@ -41,7 +41,7 @@ def collector() -> Iterator[Collector]:
 def daemon(tiny: Path, collector: Collector) -> Iterator[DaemonProcess]:
     """A daemon that exports over gRPC and logs at every level."""
     otel = {"endpoint": collector.grpc_endpoint, "service_name": "search", "deployment_environment": "test"}
-    process = DaemonProcess(otel=otel, log_level="debug,grpc=info,asyncio=info")
+    process = WarmDaemonProcess(otel=otel, log_level="debug,grpc=info,asyncio=info")
     process.start({"OTEL_BSP_SCHEDULE_DELAY": "100"})
     try:
         with process.client() as client:
@@ -231,7 +231,7 @@ def events(path: Path, request_id: str) -> list[dict[str, Any]]:
 @pytest.mark.timeout(240)
 def test_over_http_the_same_spans_come(tiny: Path, collector: Collector) -> None:
     trace_id = "34" * 16
-    process = DaemonProcess(otel={"endpoint": collector.http_endpoint})
+    process = WarmDaemonProcess(otel={"endpoint": collector.http_endpoint})
     process.start({"OTEL_BSP_SCHEDULE_DELAY": "100"})
     try:
         with process.client() as client:
