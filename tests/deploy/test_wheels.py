@@ -64,12 +64,10 @@ def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
     return built(tmp_path_factory.mktemp("without"), CC="/bin/false")
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler")
 def test_a_wheel_has_the_compiled_libraries(tmp_path: Path) -> None:
-    """Compiled without optimisation, for time; the installation that runs this suite was compiled with all."""
+    """By a compiler that writes empty files: the installation that runs this suite has compiled the sources."""
     compiler = tmp_path / "compiler"
-    installed = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
-    compiler.write_text(f'#!/bin/sh\nexec "{installed}" "$@" -O0\n')
+    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" != -o ] || : > "$2"; shift; done\n')
     compiler.chmod(0o755)
     wheel, _ = built(tmp_path, CC=str(compiler))
 
