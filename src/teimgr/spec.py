@@ -673,6 +673,20 @@ class InstanceView:
     """The latest."""
 
 
+def other_space(view: InstanceView, of_model: Iterable[InstanceView]) -> str | None:
+    """Return the instance in whose space calls by the model id are answered, None if `view` is in it: by the rule of
+    `wire/routing/router.py`. `of_model` are the instances of the model id in order of creation.
+    """
+    loadable = (State.UNLOADED, State.STOPPING)
+    for each in of_model:
+        if each.state in (State.RUNNING, State.STARTING) or (each.spec.load == "on_demand" and each.state in loadable):
+            spaces = [one.model.space if one.model else "" for one in (each, view)]
+            settings = [one.spec.space_settings for one in (each, view)]
+            first, own = spaces if all(spaces) else settings
+            return each.spec.name if first != own else None
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerEndpoint:
     """One live replica: its unix socket, and the incarnation that its worker reports in reply to WATCH.

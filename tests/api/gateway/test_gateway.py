@@ -415,7 +415,8 @@ def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None
 
 
 async def test_the_list_of_models_makes_a_card_again_only_where_its_instance_has_changed() -> None:
-    specs = {name: InstanceSpec(name=name, model_id="org/model", load="on_demand") for name in ("a", "b", "c")}
+    models = {"a": "org/other", "b": "org/model", "c": "org/other"}
+    specs = {name: InstanceSpec(name=name, model_id=model, load="on_demand") for name, model in models.items()}
     states = dict.fromkeys(specs, State.UNLOADED)
     names, made = [*specs, "alias", "org/model"], []
 
@@ -453,3 +454,32 @@ async def test_the_list_of_models_makes_a_card_again_only_where_its_instance_has
     for some in ([], ["a"]):
         cards_of = json.loads(await rows.listed(some, "teimgr", ANONYMOUS))
         assert [len(cards_of["data"]), len(cards_of["models"])] == [len(some)] * 2
+
+
+async def test_the_card_of_an_instance_says_that_calls_by_its_model_id_go_to_another_space() -> None:
+    """Neither the list nor the log said why such an instance got no call."""
+    specs = [
+        InstanceSpec(name=name, model_id="m", pooling=pooling)
+        for name, pooling in (("a", None), ("b", "cls"), ("c", None))
+    ]
+    states = dict.fromkeys("abc", State.RUNNING)
+
+    def cards(owner: str, caller: Caller) -> ModelCards:
+        views = [InstanceView(spec=spec, state=states[spec.name]) for spec in specs]
+        return ModelCards(views, {"m": "m"}.get, 0, owner, caller.is_operator)
+
+    rows = CardRows(cards)
+    for spec in specs:
+        rows.routed(spec.name, RouteEntry(name=spec.name, model_id="m", state=State.RUNNING))
+
+    async def by_name_only() -> dict[str, str]:
+        made = [json.loads(row) for row in await rows.rows(["a", "b", "c", "m"], "teimgr", ANONYMOUS)]
+        return {card["id"]: card["by_name_only"] for card in made if "by_name_only" in card}
+
+    assert await by_name_only() == {"b": "calls by the model id are answered in the space of instance 'a'"}
+    states["a"] = State.STOPPED
+    rows.routed("a", RouteEntry(name="a", model_id="m", state=State.STOPPED))
+    assert {name: text[-3:] for name, text in (await by_name_only()).items()} == {"a": "'b'", "c": "'b'"}
+    rows.routed("b", None)
+    specs.pop(1)
+    assert await by_name_only() == {}

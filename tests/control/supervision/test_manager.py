@@ -768,6 +768,18 @@ async def test_a_purge_removes_the_logs_of_that_instance_alone(fleets: Fleets) -
     assert [path for path in (*mine, *others) if path.exists()] == others
 
 
+async def test_the_log_says_which_instance_gets_no_calls_by_its_model_id(
+    fleets: Fleets, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = fleets()
+    await fleet.manager.boot()
+    keys: dict[str, dict[str, Any]] = {"a": {}, "b": {"pooling": "cls"}, "c": {}}
+    for name, given in keys.items():
+        await fleet.create(name=name, load="on_demand", **given)
+    found = [vars(each) for each in caplog.records if "another space" in each.message]
+    assert [(each["instance"], each["space_of"]) for each in found] == [("b", "a")]
+
+
 async def test_a_purge_removes_the_logs_before_another_instance_may_have_the_name(
     fleets: Fleets, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from teimgr import __version__
 from teimgr.api.gateway.routes import WEAVIATE_BASES
 from teimgr.http.auth.policy import Caller, caller_of
 from teimgr.models.source import shown_id
-from teimgr.spec import InstanceView, Kind, LoadedModel, RouteEntry, State
+from teimgr.spec import InstanceView, Kind, LoadedModel, RouteEntry, State, other_space
 from teimgr.wire.error_bodies import JSON_TYPE
 
 INFINITY_HEALTH = ("/v1/health", "/infinity/health", "/infinity/v1/health")
@@ -78,24 +78,29 @@ class CardRows:
         self._cards = cards
         self._rows: defaultdict[tuple[str, bool, tuple[str, ...] | None], dict[str, bytes]] = defaultdict(dict)
         self._models: dict[str, str] = {}
+        self._siblings: defaultdict[str, set[str]] = defaultdict(set)  # the instances of each model
         self._changes = 0
         self._listed: _Listed | None = None
 
     def routed(self, name: str, entry: RouteEntry | None) -> None:
         """Take the new entry of an instance; None means that it was deleted."""
         self.changed(name)
-        if entry is None:
-            self._models.pop(name, None)
-        elif self._models.get(name) != entry.model_id:
-            self._models[name] = entry.model_id
+        model_id = None if entry is None else entry.model_id
+        if self._models.get(name) == model_id:
+            return
+        self._siblings[self._models.pop(name, "")].discard(name)
+        if model_id is not None:
+            self._models[name] = model_id
+            self._siblings[model_id].add(name)
             self.changed(name)
 
     def changed(self, name: str) -> None:
-        """Drop the rows of an instance and of its model, so that the next request makes them again."""
+        """Drop the rows of an instance, of its model and of the others of that, so that a request makes them again."""
         self._changes += 1
         self._listed = None
+        model = self._models.get(name, name)
         for rows in self._rows.values():
-            for stale in (name, self._models.get(name, name)):
+            for stale in (name, model, *self._siblings.get(model, ())):
                 rows.pop(stale, None)
 
     async def listed(self, names: Sequence[str], owner: str, caller: Caller, aliases: Iterable[str] = ()) -> bytes:
@@ -178,6 +183,9 @@ class ModelCards:
         }
         if view is not None and view.spec.load == "on_demand":
             card["residence"] = _RESIDENCE[view.state]
+        of_model = self._by_model[view.spec.model_id] if view is not None and name in self._by_name else ()
+        if view is not None and (first := other_space(view, of_model)) is not None:
+            card["by_name_only"] = f"calls by the model id are answered in the space of instance '{first}'"
         return card | (_facts(model) if model else {"capabilities": [], "outputs": [], "dims": {}, "endpoints": []})
 
     def _error(self, view: InstanceView | None) -> dict[str, Any] | None:

@@ -198,7 +198,7 @@ class Residence:
         """Wait until an instance is loaded; the result is the call that keeps it so, until it leaves."""
         call = next(self._numbers)
         model, spec = self._fleet.models.get(instance), self._owner.spec(instance)
-        is_over = model and model.phase is Phase.FAILED and model.retry_at is None  # else it is tried again by itself
+        is_over = model and model.phase is Phase.FAILED and model.retry_at is None  # else a later call loads it
         if spec and spec.by_call and model and is_over and self._now() - model.since > REFUSED_S:
             await self._owner.give_up(instance)  # a model may have come to the hub since
             instance = spec.model_id

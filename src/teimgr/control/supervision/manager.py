@@ -67,6 +67,7 @@ from teimgr.spec import (
     State,
     WorkerSpec,
     now_rfc3339,
+    other_space,
 )
 from teimgr.wire.routing.directory import Directory
 
@@ -354,7 +355,11 @@ class Manager:
             instance = self._add(spec)
             await instance.begin({}, start=spec.load == "eager" and spec.wanted_running)
         self._records.metrics.count(catalogue.CREATED, spec.name, spec.model_id)
-        return instance.view()
+        view = instance.view()
+        same = [each.view() for each in self._instances.values() if each.spec.model_id == spec.model_id]
+        if (first := other_space(view, same)) is not None:
+            log.warning("calls by the model id go to another space", extra={"instance": spec.name, "space_of": first})
+        return view
 
     async def recreate(self, request: InstanceSpec) -> InstanceView:
         """Delete an instance and create it again with keys that no update can change; unchanged if that is refused.
