@@ -367,6 +367,16 @@ async def test_an_idle_model_is_unloaded_although_one_of_its_workers_is_gone(fle
     assert fleet.manager.get("a").state is State.UNLOADED
 
 
+async def test_calls_wait_for_a_model_on_demand_that_a_user_has_stopped_and_started(fleet: Fleet) -> None:
+    """They were refused as long as it loaded: its route still was that of a stopped instance."""
+    await fleet.create("never-ready", load="on_demand")
+    await fleet.manager.stop("a")
+    await fleet.manager.start("a")
+
+    [entry] = fleet.directory.snapshot().entries
+    assert (entry.state, entry.is_loadable) == (State.STARTING, True)
+
+
 async def test_a_model_that_was_pinned_after_its_unloading_was_decided_serves_on(fleet: Fleet) -> None:
     await fleet.create(load="on_demand")
     await fleet.manager.load("a")

@@ -309,7 +309,7 @@ class ManagedInstance:
                 raise refusals[0]  # supervisors that have ended refuse a deletion
             if not keep_wanted:
                 self.spec = replace(self.spec, wanted_running=any(each.is_wanted for each in self._serving))
-            if is_unloaded:
+            if is_unloaded or command is Command.START:  # the route was made before the spec: a call was to be refused
                 self.on_state_changed()
 
     async def settle(self) -> InstanceView:
