@@ -150,7 +150,7 @@ def make_room(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
         held = f"{mib(sum(each.bytes for each in staying))} are held by {count}"
         reason = (
             f"'{model.name}' needs {mib(model.needed_bytes)} and {mib(model.free_bytes)} are free; "
-            f"no more can be: {held if staying else 'the rest is held by other programs'}"
+            f"no more can be: {held if staying else 'no other instance holds any'}"
         )
         yield Held(model.name, tuple(each.name for each in staying[:_HOLDERS_LOGGED]))
         yield from give_up(fleet, model, reason, now, Refusal.NO_ROOM)
