@@ -262,14 +262,14 @@ class InstanceSpec:
     model_id: str = field(metadata=_declared("id on the model hub, or a local directory", change=_REPLACE))
     port: int = _key(0, "port of the instance; 0: a free one of the range", 0, U16, change=_FIXED, left_open=0)
     max_batch_tokens: int = _key(
-        16384, "token budget of one batch", 0, U32, change=_REPLACE, flag=True, left_open=0, auto=True
+        16384, "maximum tokens of one batch", 0, U32, change=_REPLACE, flag=True, left_open=0, auto=True
     )
     max_concurrent_requests: int = _key(
         512, "calls that a worker serves at a time; `max_waiting` more may wait", 1, U32, change=_REPLACE, flag=True
     )
     max_waiting: int = _key(
         _MAX_WAITING,
-        "calls that may wait in a worker behind `max_concurrent_requests` before one is refused",
+        "calls that may wait in a worker, in addition to `max_concurrent_requests`; more are refused",
         0,
         U32,
         change=_REPLACE,
@@ -283,76 +283,83 @@ class InstanceSpec:
     )
     max_queued_tokens: int = _key(
         0,
-        "tokens that may wait in a lane of a worker before single calls are refused; 0: no limit",
+        "tokens that may wait in a lane of a worker; further single calls are refused; 0: no limit",
         0,
         U32,
         change=_REPLACE,
     )
     cache_bytes: int = _key(
         0,
-        "bytes of results that each worker keeps for equal inputs of the same API key; 0: none",
+        "bytes of results that each worker caches for equal inputs of the same API key; 0: no cache",
         0,
         2**40,
         change=_REPLACE,
     )
-    pooling: str | None = _key(None, "absent: that of the model's files", change=_REPLACE, words=POOLINGS, flag=True)
-    gpu_id: int | None = _key(None, "index of the GPU; absent: the most free one, or the CPU", 0, U32, change=_REPLACE)
-    prometheus_port: int | None = _key(
-        None, "port of its te_* metrics; absent: a free one; 0: none", 0, U16, change=_FIXED, left_open=None
+    pooling: str | None = _key(None, "default: that of the model's files", change=_REPLACE, words=POOLINGS, flag=True)
+    gpu_id: int | None = _key(
+        None, "index of the GPU; default: the GPU with the most free memory, else the CPU", 0, U32, change=_REPLACE
     )
-    startup_timeout_secs: int | None = _key(None, "limit of a start; absent: the daemon's", 1, I64)
+    prometheus_port: int | None = _key(
+        None, "port of its te_* metrics; default: a free one; 0: none", 0, U16, change=_FIXED, left_open=None
+    )
+    startup_timeout_secs: int | None = _key(None, "time limit of a start; default: the daemon's", 1, I64)
     extra_args: tuple[str, ...] = _key((), "flags of TEI, such as --revision main", change=_REPLACE, most=256)
     created_at: str | None = _key(None, "RFC 3339, in UTC", change=_FIXED, in_rest=False)
     dtype: str = _key(
         "auto",
-        "element type of the weights; int8 is for CPUs and never taken by auto",
+        "element type of the weights; int8 runs on CPUs only, and auto never chooses it",
         change=_REPLACE,
         words=DTYPES,
         flag=True,
     )
     revision: str | None = _key(None, "branch, tag or commit on the hub", change=_REPLACE, flag=True)
-    threads: int | None = _key(None, "CPU threads of each worker; absent: a fair share", 1, 4096)
-    kind: str | None = _key(None, "absent: that of the model's files", change=_REPLACE, words=KINDS, flag=True)
-    trust_remote_code: bool = _key(False, "run code of the model's own repository", change=_REPLACE, flag=True)
+    threads: int | None = _key(None, "CPU threads of each worker; default: a fair share of the cores", 1, 4096)
+    kind: str | None = _key(None, "default: that of the model's files", change=_REPLACE, words=KINDS, flag=True)
+    trust_remote_code: bool = _key(False, "run code from the model's own repository", change=_REPLACE, flag=True)
     code_revision: str | None = _key(
         None,
-        "branch, tag or commit of the other repositories whose code the model runs; absent: main as first fetched",
+        "branch, tag or commit of other repositories whose code the model runs; default: main as first fetched",
         change=_REPLACE,
     )
     safetensors_only: bool = _key(False, "refuse weights in pickled files (.bin, .pt)", change=_REPLACE)
     max_rss_mib: int | None = _key(
-        None, "resident memory in MiB above which a worker is replaced, without a gap; absent: no limit", 1, U32
+        None, "resident memory in MiB above which a worker is replaced, without a gap; default: no limit", 1, U32
     )
-    replicas: Literal["per-gpu"] | int = _key(1, "workers, or per-gpu: one on each GPU", 1, 256, change=_SCALE)
-    node: str | None = _key(None, "name of the host in the cluster; absent: any that fits", change=_REPLACE)
+    replicas: Literal["per-gpu"] | int = _key(
+        1, "number of workers, or per-gpu: one on each GPU", 1, 256, change=_SCALE
+    )
+    node: str | None = _key(None, "name of the host in the cluster; default: any suitable host", change=_REPLACE)
     labels: Mapping[str, str] = _key(
-        dict, "labels that its hosts in the cluster have: {zone: a}", change=_REPLACE, most=64
+        dict, "labels that its hosts in the cluster must have: {zone: a}", change=_REPLACE, most=64
     )
     placement: str = _key(
-        "spread", "replicas on different hosts and GPUs first, or pack: on few hosts", words=PLACEMENTS
+        "spread", "spread: replicas on different hosts and GPUs first; pack: on few hosts", words=PLACEMENTS
     )
     load: str = _key("eager", "on_demand: loaded by the first call, unloaded when idle or evicted", words=LOADS)
     idle_timeout_secs: int = _key(
-        0, "an on-demand model without calls for so long is unloaded; 0: only for others' memory", 0, U32
+        0,
+        "seconds without a call after which an on-demand model is unloaded; 0: only if others need its memory",
+        0,
+        U32,
     )
-    pinned: bool = _key(False, "an on-demand model, once loaded, is neither unloaded nor evicted")
-    max_replicas: int = _key(0, "the load sets `replicas`, up to this many; 0: `replicas` stays as it is", 0, 256)
-    min_replicas: int = _key(1, "the least replicas that the load decides on; 0 needs load on_demand", 0, 256)
-    scale_up_wait_ms: int = _key(
-        2000, "a replica is added where more work than this would wait for each", 1, _MAX_SCALE_WAIT_MS
-    )
+    pinned: bool = _key(False, "keep an on-demand model loaded after its first call: never unload or evict it")
+    max_replicas: int = _key(0, "maximum of `replicas` when the load sets it; 0: `replicas` is fixed", 0, 256)
+    min_replicas: int = _key(1, "minimum of `replicas` when the load sets it; 0 needs load on_demand", 0, 256)
+    scale_up_wait_ms: int = _key(2000, "add a replica if more work than this waits for each one", 1, _MAX_SCALE_WAIT_MS)
     scale_down_wait_ms: int = _key(
-        500, "none is taken away while more work than this waits for each", 0, _MAX_SCALE_WAIT_MS
+        500, "remove no replica while more work than this waits for each one", 0, _MAX_SCALE_WAIT_MS
     )
-    scale_down_delay_secs: int = _key(300, "how long fewer must have been enough before one is taken away", 1, 86400)
-    tags: Mapping[str, str] = _key(dict, "for people and filters: {team: search}", most=64)
+    scale_down_delay_secs: int = _key(
+        300, "how long fewer replicas must have been enough before one is removed", 1, 86400
+    )
+    tags: Mapping[str, str] = _key(dict, "labels for filters and people: {team: search}", most=64)
     token_inputs: str | None = _key(
         None,
-        "token ids in requests: the model's own, refused, or tiktoken's, read as texts; absent: the daemon's",
+        "token ids in requests: accept the model's, refuse all, or decode tiktoken's; default: the daemon's",
         change=_REPLACE,
         words=TOKEN_INPUTS,
     )
-    token_encoding: str | None = _key(None, "tiktoken's encoding of such ids; absent: the daemon's", change=_REPLACE)
+    token_encoding: str | None = _key(None, "encoding for tiktoken; default: the daemon's", change=_REPLACE)
     wanted_running: bool = _key(True, "false after a user's stop", in_rest=False, in_config=False)
     pending_update: str | None = _key(
         None, "an accepted update that is under way, as JSON", in_rest=False, in_config=False, secret=True

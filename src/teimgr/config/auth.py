@@ -73,13 +73,16 @@ class ApiKeyEntry:
     rights: tuple[Literal["admin", "inference", "read"], ...] = field(
         metadata=declared("what it may do; none includes another")
     )
-    instances: tuple[str, ...] | None = _key(None, "names or globs of the instances it is for; absent: all")
+    instances: tuple[str, ...] | None = _key(None, "names or globs of the instances it is for; default: all")
     max_workers: int = _key(
         DEFAULT_MAX_WORKERS, "workers that its instances may have together, if it is for some instances", 1, 65536
     )
     tokens_per_second: int | None = _key(None, "tokens a second that its calls may have", 1, _MAX_TOKENS)
     burst_tokens: int | None = _key(
-        None, "tokens at once after a pause, and so the largest call; absent: those of 10 seconds", 1, _MAX_TOKENS
+        None,
+        "tokens allowed at once after a pause, and so the largest call; default: 10 seconds of tokens",
+        1,
+        _MAX_TOKENS,
     )
     tokens_per_day: int | None = _key(None, "tokens a day, from midnight in UTC", 1, _MAX_DAILY_TOKENS)
     concurrent_tokens: int | None = _key(None, "tokens of calls that are not answered yet", 1, _MAX_TOKENS)

@@ -96,15 +96,14 @@ class Settings:
     )
     ollama_port: int | None = key(
         None,
-        "a second port of the REST listener, 11434 for Ollama's clients, for inference alone; absent: none",
+        "a second REST port for Ollama's clients, such as 11434, with inference only; default: none",
         low=UNPRIVILEGED_PORT,
         high=U16,
         label="Ollama port",
     )
     health_port: int | None = key(
         None,
-        "a port for probes at the address of REST, without key and TLS: GET /livez and GET /readyz, a status and one "
-        "word; absent: none",
+        "a port for probes at the REST address, without key or TLS: /livez and /readyz answer one word; default: none",
         low=UNPRIVILEGED_PORT,
         high=U16,
         label="health port",
@@ -118,19 +117,19 @@ class Settings:
     )
     grpc_request_timeout_secs: int = key(
         30,
-        "limit of a unary call, and of the wait for each message of RerankStream; 0: none, and 120 s",
+        "limit of a unary call, and of the wait for each message of RerankStream; 0: no limit, and 120 s",
         low=0,
         high=I64,
     )
     grpc_max_connection_age_secs: int = key(
         0,
-        "after so long, a tenth more or less, a gRPC connection gets GOAWAY: its client reconnects and so reaches "
-        "other servers behind the name; no call fails by it; 0: never",
+        "age, plus or minus a tenth, at which a gRPC connection gets GOAWAY, so that its client reconnects and reaches "
+        "other servers behind the name; no call fails; 0: never",
         low=0,
         high=I64,
     )
     grpc_max_connection_age_grace_secs: int = key(
-        300, "time for the calls that are open at that age; later their connection is closed", low=1, high=I64
+        300, "time in which calls open at that age may finish before the connection is closed", low=1, high=I64
     )
     api_socket: Path | None = key(None, f"Unix socket of REST beside the port, at most {SOCKET_PATH_BYTES} bytes")
     grpc_socket: Path | None = key(
@@ -150,11 +149,11 @@ class Settings:
     page: bool = key(True, "serve the web page at / of the REST port")
     allowed_origins: tuple[str, ...] = key(
         (),
-        "web pages of other origins, 'https://app.example', that may do more than read without an API key; '*': all",
+        "origins of other web pages, 'https://app.example', that may do more than read without an API key; '*': all",
         live=True,
     )
     allowed_hosts: tuple[str, ...] = key(
-        (), "names, beside this host's own, under which web pages of this very server are reached", live=True
+        (), "host names, in addition to this host's own, under which this server's web pages are reached", live=True
     )
     root_path: str = key(
         "",
@@ -175,37 +174,38 @@ class Settings:
     instance_port_end: int = key(8180, "port after the last one for instances", low=1, high=U16 + 1)
     prometheus_port_start: int = key(
         9100,
-        "first port for the instances' te_* metrics; another where a second daemon serves this host",
+        "first port for the instances' te_* metrics; a second daemon on this host needs another",
         low=UNPRIVILEGED_PORT,
         high=U16,
     )
-    max_instances: int | None = key(None, "most instances at a time; absent: no limit", low=1, high=U32)
+    max_instances: int | None = key(None, "maximum number of instances; default: no limit", low=1, high=U32)
     host_memory_budget_mib: int | None = key(
         None,
-        "memory of each host that workers may take, MiB; absent: what the system or the cgroup has",
+        "memory of each host that workers may take, MiB; default: what the system or the cgroup has",
         low=1,
         high=U32,
     )
     gpu_memory_budget_mib: int | None = key(
-        None, "memory of each GPU that workers may take, MiB; absent: what the driver reports", low=1, high=U32
+        None, "memory of each GPU that workers may take, MiB; default: what the driver reports", low=1, high=U32
     )
     memory_check: bool = key(
         True,
-        "refuse to start a worker that does not fit into what the memory ledger has free; false: start it all the same",
+        "refuse to start a worker that does not fit into the memory that the ledger has free; false: start it anyway",
     )
-    max_client_batch_size: int = key(32, "most texts of one HTTP call on the TEI routes", low=1, high=U32)
+    max_client_batch_size: int = key(32, "maximum texts of one HTTP call on the TEI routes", low=1, high=U32)
 
     token_inputs: Literal["accept", "refuse", "tiktoken"] = key(
-        "accept", "token ids in requests, unless the instance says: the model's own, refused, or read by tiktoken"
+        "accept",
+        "token ids in requests, unless the instance sets it: accept the model's, refuse all, or decode tiktoken's",
     )
-    token_encoding: str = key(TOKEN_ENCODING, "tiktoken's encoding of such ids, unless the instance says")
+    token_encoding: str = key(TOKEN_ENCODING, "encoding for tiktoken, unless the instance sets it")
 
     media_url_hosts: tuple[str, ...] = key(
         (),
         "hosts, 'images.example' or 'minio:9000', whose files may be linked to in requests; none: links are refused",
     )
     media_url_networks: tuple[str, ...] = key(
-        (), "networks such as 10.0.0.0/8 that these hosts may be in beside public addresses"
+        (), "networks such as 10.0.0.0/8 in which these hosts may be, in addition to public addresses"
     )
 
     state_dir: Path = key(Path("state"), "folder of the state file, logs and run files, unless those are given")
@@ -229,16 +229,16 @@ class Settings:
 
     config_watch_secs: int = key(
         0,
-        "how often the configuration file is looked at; one whose content has changed is reloaded; 0: never",
+        "how often the configuration file is checked; if its content has changed, it is reloaded; 0: never",
         low=0,
         high=86400,
     )
-    auto_restore_on_restart: bool = key(True, "start with the instances of the state file; false: with the seeds alone")
+    auto_restore_on_restart: bool = key(True, "start with the instances of the state file; false: only with the seeds")
     startup_timeout_secs: int = key(300, "a start that takes longer has failed", low=1, high=I64)
     graceful_shutdown_timeout_secs: int = key(
-        30, "time to finish accepted calls before a kill; one for all processes when the daemon ends", low=0, high=I64
+        30, "time to finish accepted calls before a kill; shared by all processes when the daemon ends", low=0, high=I64
     )
-    orphan_grace_secs: int = key(300, "a worker or mux that sees no daemon for so long stops", low=0, high=I64)
+    orphan_grace_secs: int = key(300, "a worker or mux stops after this time without a daemon", low=0, high=I64)
     health_check_interval_secs: int = key(
         10, "time between two probes of an instance", low=1, high=I64, also="TEI_MANAGER_HEALTH_CHECK_INTERVAL"
     )
@@ -248,13 +248,13 @@ class Settings:
     )
     restart_backoff_secs: float = key(
         0.05,
-        "wait before a restart; doubles with each failure, less up to half at random; none after 30 s of service",
+        "wait before a restart; doubles with each failure, minus up to half at random; no wait after 30 s of service",
         low=0,
         high=86400,
     )
     worker_wait_secs: float = key(
         5.0,
-        "how long a call waits for the worker of an instance that is started again, within its deadline; 0: not at all",
+        "how long a call, within its deadline, waits for an instance whose worker is being restarted; 0: not at all",
         low=0,
         high=86400,
     )
@@ -268,7 +268,7 @@ class Settings:
     )
     gpu_preflight: Literal["warn", "fail"] = key("warn", "what to do about a GPU that this build of torch cannot use")
     cpu_worker_nice: int = key(
-        10, "niceness of CPU workers, below the multiplexer; their bulk work has six more", low=0, high=13
+        10, "niceness of CPU workers, so that the multiplexer goes first; bulk work gets six more", low=0, high=13
     )
     tei_binary_path: str = key(
         TEI_BINARY, "accepted and ignored: teimgr's workers run the model, no binary is started", also="TEI_BINARY_PATH"
@@ -276,11 +276,9 @@ class Settings:
 
     allow_remote_code: bool = key(False, "instances may set trust_remote_code, to run code of a model's repository")
     allow_pickled_weights: bool = key(True, "instances may load weights from pickled files; false: safetensors alone")
-    strict_model_files: bool = key(
-        False, "refuse a model whose files have keys that are unknown here, or that contradict each other; false: warn"
-    )
+    strict_model_files: bool = key(False, "refuse a model whose files have unknown or contradictory keys; false: warn")
     local_model_roots: tuple[str, ...] = key(
-        (), "directories below which a model_id may be a path; none: anywhere, for keys without restriction"
+        (), "directories below which a model_id may be a path; empty: anywhere, for keys without restriction"
     )
     models: tuple[str, ...] = key((), "models that the registry lists from the start: hub ids or directories")
     model_downloads: int = key(2, "downloads of the registry at a time; others wait", low=1, high=64)
@@ -288,15 +286,15 @@ class Settings:
         dict, "keys of instances by name, for seeds and requests that name one", live=True
     )
     instances: tuple[InstanceSpec, ...] = key(
-        (), "seeds: instances created where the state has none of their name", live=True
+        (), "seeds: instances that are created if the state has none of their name", live=True
     )
-    prune_seeds: bool = key(False, "a reload deletes instances that only an earlier configuration wanted", live=True)
+    prune_seeds: bool = key(False, "a reload deletes instances that only an earlier configuration listed", live=True)
     aliases: Mapping[str, str] = key(dict, "further names in requests: alias to instance name or model id", live=True)
     default_instances: Mapping[str, str] = key(
         dict, "instance that gets requests without a model, by kind: {reranker: my-reranker}", live=True
     )
     webhooks: tuple[Webhook, ...] = key((), "receivers of fleet events", live=True)
-    auth: Auth | None = key(None, "authentication; absent: off", live=True)
+    auth: Auth | None = key(None, "authentication; default: off", live=True)
     batches: BatchSettings = key(BatchSettings, "files and batches in OpenAI's form")
     on_demand: OnDemandSettings = key(OnDemandSettings, "models that calls may load without a declared instance")
     cluster: ClusterSettings = key(ClusterSettings, "several hosts, by Ray")

@@ -1,4 +1,4 @@
-"""Models as files: resolved and fetched, read and validated, described as a `Layout`. The chief modules:
+"""Models as files: resolved and fetched, read and validated, described as a `Layout`. The main modules:
 
 layout             `Layout`, the description of a servable model, and its parts
 reading            `read_layout`: from a model directory to its layout
@@ -8,5 +8,5 @@ modules            modules.json and the configurations of its modules
 kinds              embedding, sparse, multi-vector, reranker or classifier
 late_interaction   ColBERT models; scoring: classifiers, cross-encoders and causal rerankers
 
-Of weights it reads headers alone. Models that cannot be served with correct results are refused here, with the reason.
+Only the heads of weight files are read. Models that cannot be served correctly are refused here, with the reason.
 """

@@ -1,8 +1,7 @@
 """Reading the JSON files of models and the heads of their safetensors, with limits of size, number of values and depth.
 
-A model's files come from anyone who uploaded it. Everything here that parses one of them (the daemon for `/models` and
-for new instances, the fetcher, the worker) does it through this module, so that no file is larger, deeper or of
-another shape than what reads it can take.
+Anyone may have uploaded a model's files. All code that parses one (the daemon for `/models` and new instances, the
+fetcher, the worker) uses this module, so that no file is larger, deeper or of another shape than its reader can take.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from teimgr.models.source import file_problem
 from teimgr.wire import json_scan
 
 _MIB = 1 << 20
-# Of any file, and of the kinds that are larger: the largest known are 33, 9 and 9 MB.
+# The most bytes of any file, and of the kinds that are larger; the largest known ones have 33, 9 and 9 MB.
 _MAX_BYTES = 4 * _MIB
 _MAX_BYTES_OF = {
     "tokenizer.json": 64 * _MIB,
@@ -29,26 +28,26 @@ _MAX_BYTES_OF = {
     "pytorch_model.bin.index.json": 16 * _MIB,
 }
 MAX_VALUES = 4_000_000
-"""Of a vocabulary. A value takes some 60 bytes once it is parsed, so that a file takes 250 MB at most."""
+"""The most values of a vocabulary. A parsed value takes some 60 bytes, so a file takes at most 250 MB."""
 _MAX_VALUES_OF_OTHERS = 1_000_000
-# Objects and lists: freeing a million of them holds the GIL for 0.1 s. The largest known file has 60,000.
+# The most objects and lists: freeing a million of them holds the GIL for 0.1 s. The largest known file has 60,000.
 _MAX_CONTAINERS_OF_OTHERS = 100_000
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 POINTER = b"version https://git-lfs.github.com/spec/"
-"""How a file begins that git checks out in place of a large one where git-lfs is not installed."""
+"""First bytes of the pointer that git checks out in place of a large file if git-lfs is not installed."""
 IS_POINTER = "is a pointer of git-lfs and not the file itself: run `git lfs pull` in the directory"
 _SHOWN_CHARS = 80
-# A call of the library's decoder holds the GIL to its end, some 0.1 s for a million lists: a longer text is decoded in
+# The library's decoder holds the GIL until it is done, some 0.1 s for a million lists: longer texts are decoded in
 # pieces.
 _WHOLE_BYTES = 64 * 1024
-# Of a whole number, by which others are multiplied; the longest known is a `model_max_length` of 31 digits.
+# The most digits of an integer, which code multiplies; the longest known is a `model_max_length` of 31 digits.
 _MAX_DIGITS = 40
 MAX_DEPTH = 64
-"""Objects and lists within each other; known files have ten."""
+"""The deepest nesting of objects and lists; known files have ten levels."""
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no such file.
+    """Return the object in a JSON file; None if there is no such file.
 
     Raises:
         ModelLoadFailed: it cannot be read, is not valid JSON, exceeds a limit, or holds no object.
@@ -60,7 +59,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def read_list(path: Path) -> list[dict[str, Any]]:
-    """The objects in a JSON file; [] where there is no such file.
+    """Return the objects in a JSON file; [] if there is no such file.
 
     Raises:
         ModelLoadFailed: as `read_object`, or it holds no list of objects.
@@ -74,7 +73,7 @@ def read_list(path: Path) -> list[dict[str, Any]]:
 
 
 def check_size(path: Path) -> None:
-    """Check the size of a JSON file that a library is to read; a file that is absent passes.
+    """Check the size of a JSON file before a library reads it; an absent file passes.
 
     Raises:
         ModelLoadFailed: it is not a file, cannot be read, or has more bytes than `read_object` would read.
@@ -90,12 +89,12 @@ def check_size(path: Path) -> None:
 
 
 def most_bytes(name: str) -> int:
-    """How many bytes of a file of this name are read at most."""
+    """Return the most bytes that are read of a file of this name."""
     return _MAX_BYTES_OF.get(name, _MAX_BYTES)
 
 
 def parse(content: bytes, name: str) -> Any:
-    """The value of a JSON text; `name` is that of its file, with or without a folder's, for messages and limits.
+    """Parse a JSON text; `name` is that of its file, with or without its folder's, for messages and limits.
 
     Raises:
         ModelLoadFailed: it is not valid JSON in UTF-8, has more than `MAX_DEPTH` levels, or more values or
@@ -142,12 +141,12 @@ _MODULE_FOLDER = re.compile(r"(?:\w+_)?\d+_[A-Za-z]\w*")
 
 
 def _shown(path: Path) -> str:
-    """The name of a file, behind that of its folder if this is a module's, as "1_Pooling/config.json"."""
+    """Return the name of a file, with its folder if this is a module's, such as "1_Pooling/config.json"."""
     return f"{path.parent.name}/{path.name}" if _MODULE_FOLDER.fullmatch(path.parent.name) else path.name
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a JSON text. Readers disagree about which of two values of a key holds: here neither does."""
+    """Build an object of a JSON text; duplicate keys are refused, since readers disagree about which value counts."""
     found = dict(pairs)
     if len(found) != len(pairs):
         given: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja programs in a model's files that make one text of messages."""
+"""Chat templates: the Jinja programs in a model's files that turn messages into one text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROBES = (" \n\u00a0A b\t ", "\n\"'<&>\\{{ x }}</think>\n\nÉ%\n", "word " * 500
 
 
 def read_template(metadata: ModelMetadata) -> tuple[str, dict[str, Any]]:
-    """The template that sentence_bert_config.json chooses, or the model's own, and what it is rendered with besides.
+    """Return the template that sentence_bert_config.json chooses, or the model's own, and its further arguments.
 
     Raises:
         ModelLoadFailed: there is no template.
@@ -58,7 +58,7 @@ def read_template(metadata: ModelMetadata) -> tuple[str, dict[str, Any]]:
 
 
 def _additional(metadata: ModelMetadata, name: str) -> str:
-    """A template by name, in the folder of those beside the model's own."""
+    """Return a template by name, from the folder of additional templates."""
     file = metadata.transformer_dir / "additional_chat_templates" / f"{name}.jinja"
     if len(name) > _MAX_NAME or not name.replace("_", "").replace("-", "").isalnum() or not file.is_file():
         raise ModelLoadFailed(

@@ -1,8 +1,8 @@
-"""Which files of a model directory are needed: by module, its weights and what is read beside them.
+"""Which files of a model directory are needed: the weights of each module, and the files read with them.
 
-What is downloaded (`needed`), what makes a copy complete (`missing_file`), what is shown in `/models` and which weights
-are opened (`weight_files`) all follow from the same rules here, for each directory on its own: safetensors before
-pickled files, one file before an index of shards, as the transformers library chooses.
+The same rules decide what is downloaded (`needed`), what makes a copy complete (`missing_file`), what `/models` shows
+and which weights are opened (`weight_files`), for each directory separately: safetensors before pickled files, one file
+before an index of shards, as in the transformers library.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from teimgr.models.source import MAX_PATH_CHARS, file_problem, home_of, is_insid
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-_ONNX = ("onnx/model.onnx", "model.onnx")  # the exports in full precision, of which others are made
+_ONNX = ("onnx/model.onnx", "model.onnx")  # full-precision exports, from which others are made
 _CONFIGURATIONS = ("config.json", "modules.json", _ADAPTER, "gliner_config.json")  # the last is refused by name
-_CARD_CHARACTERS = 10_000  # of a model card that are looked into
+_CARD_CHARACTERS = 10_000  # of a model card that are read
 _GGUF = "GGUF (llama.cpp)"
 _FORMATS = {
     ".gguf": _GGUF,
@@ -39,7 +39,7 @@ _FORMATS = {
     ".tflite": "TensorFlow Lite",
     ".ot": "Rust",
 }
-_WEIGHTS = (SINGLE, INDEX, PICKLED, PICKLED_INDEX)  # in the order in which they are looked for
+_WEIGHTS = (SINGLE, INDEX, PICKLED, PICKLED_INDEX)  # in order of preference
 _OTHER_ENDINGS = ("onnx", "onnx_data", "h5", "msgpack", "ot", "tflite", "gguf", "pth", "ckpt", "mlmodel")
 _OTHER_RUNTIMES = (
     *("onnx/*", "openvino/*", "coreml/*", "checkpoint-*/*", "*/checkpoint-*/*"),
@@ -49,20 +49,20 @@ _OTHER_RUNTIMES = (
 _OF_OTHER_RUNTIMES = re.compile("|".join(map(translate, _OTHER_RUNTIMES)))
 _TRAINING = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
-"""Patterns of all files that some repository has and does not need."""
+"""Patterns of all files that repositories have for other purposes and the engine does not need."""
 
-# By the class of a module without its package: what its directory has to have beside config.json.
+# The files that a module's directory needs besides config.json, by class name without package.
 _READERS = ("Transformer", "MLMTransformer", "CLIPModel")
 _WEIGHTED = ("SparseStaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling", "CNN", "LSTM")
 _CONFIGURED = (*_READERS, *_WEIGHTED, "Pooling", "SpladePooling", "LogitScore")
 
 TASK_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
-"""Of a task that a model has an adapter for, which is in a folder of that name."""
+"""Names of tasks with an adapter, which is in a folder of that name."""
 
-# Folders that files are read of without being a module's.
+# Folders that files are read from although they are not a module's.
 _READ_BESIDE = ("1_Pooling", "additional_chat_templates")
 _MAX_FILES = 10_000
-_MAX_POINTER_BYTES = 1024  # git-lfs takes no larger file for one
+_MAX_POINTER_BYTES = 1024  # git-lfs accepts no larger pointer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +74,19 @@ class ModulePlace:
 
     @property
     def name(self) -> str:
-        """The class without the package."""
+        """The class name without the package."""
         return self.type.rsplit(".", 1)[-1]
 
 
 def onnx_file(folder: Path) -> Path | None:
-    """The graph for ONNX whose weights are read; None without one, or if a directory has weights beside it."""
+    """Return the ONNX graph from which weights are read; None without one, or if the directory has other weights."""
     if weight_files(folder):
         return None
     return next((folder / name for name in _ONNX if (folder / name).is_file()), None)
 
 
 def sole_gguf(names: Iterable[str]) -> str | None:
-    """Of the names of files the one .gguf file, where none of a configuration or weights is beside it; else None."""
+    """Return the only .gguf file among names, if there is no configuration or other weights; else None."""
     given = list(names)
     found = [name for name in given if name.endswith(".gguf")]
     is_alone = len(found) == 1 and "/" not in found[0]
@@ -94,7 +94,7 @@ def sole_gguf(names: Iterable[str]) -> str | None:
 
 
 def gguf_file(folder: Path) -> Path | None:
-    """The GGUF file that a directory has in place of all files of a model; None without one, or with several."""
+    """Return the GGUF file that stands for all files of a model; None without one, or with several."""
     try:
         with os.scandir(folder) as entries:
             name = sole_gguf(entry.name for entry in islice(entries, _MAX_FILES))
@@ -104,8 +104,8 @@ def gguf_file(folder: Path) -> Path | None:
 
 
 def other_format(names: Iterable[str]) -> tuple[str, str] | None:
-    """The format of the weights of files that have none for this engine, such as "GGUF (llama.cpp)", and the first of
-    these files; None if they have such, or no weights at all.
+    """Return the format of weights that this engine cannot read, such as "GGUF (llama.cpp)", and the first such file;
+    None if the files have readable weights, or none.
     """
     given = list(names)
     if any(PurePosixPath(name).name in (*_WEIGHTS, *_ADAPTER_WEIGHTS) or name in _ONNX for name in given):
@@ -115,7 +115,7 @@ def other_format(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def base_model_of(root: Path) -> str | None:
-    """The base model that the card of a repository names; None if it names none."""
+    """Return the base model that the card of a repository names, or None."""
     card = root / "README.md"
     if not card.is_file():
         return None
@@ -134,12 +134,12 @@ def base_model_of(root: Path) -> str | None:
 
 
 def use_original(named: str | None) -> str:
-    """The end of a refusal of files in another form: to use the original model, with its name if that is known."""
+    """End a refusal of files in another form: use the original model, by its name if that is known."""
     return "use the original model" + (f", {named}" if named else "")
 
 
 def only_in(found: tuple[str, str], original: str | None) -> str:
-    """The end of a refusal of weights in another format (`other_format`), behind "weights"; `original` names the
+    """End a refusal, after "weights", of weights in another format (`other_format`); `original` is the name of the
     original model.
     """
     form, file = found
@@ -151,17 +151,17 @@ def only_in(found: tuple[str, str], original: str | None) -> str:
 
 
 def has_configuration(path: Path) -> bool:
-    """True if a directory can be a model's, or an adapter's."""
+    """True if a directory may be that of a model or of an adapter."""
     return any((path / name).exists() for name in _CONFIGURATIONS) or gguf_file(path) is not None
 
 
 def adapter_weights(folder: Path) -> Path | None:
-    """The file of an adapter's weights, or None."""
+    """Return the file of an adapter's weights, or None."""
     return next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).is_file()), None)
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None] | None:
-    """The base model that an adapter names, and its revision; None without an adapter, or if it names none."""
+    """Return the base model that an adapter names, and its revision; None without an adapter, or if it names none."""
     config = model_json.read_object(folder / _ADAPTER) or {}
     named, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(named, str) or not named:
@@ -170,10 +170,11 @@ def adapter_base(folder: Path) -> tuple[str, str | None] | None:
 
 
 def module_places(root: Path) -> list[ModulePlace]:
-    """The modules of modules.json, those of a Router in place of it; a bare transformer has one, at `root`.
+    """Return the modules of modules.json, with those of a Router in its place; a bare transformer is one module, at
+    `root`.
 
     Raises:
-        ModelLoadFailed: a file cannot be read, or names a directory outside of the model's.
+        ModelLoadFailed: a file cannot be read, or names a directory outside the model's.
     """
     rows = model_json.read_list(root / "modules.json")
     if not rows:
@@ -190,13 +191,13 @@ ROUTERS = ("Router", "Asym")
 
 
 def router_file(folder: Path) -> tuple[str, dict[str, Any] | None]:
-    """The name of the file of routes in a Router's directory, and its content, or None if it does not exist.
+    """Return the name of the file of routes in a Router's directory, and its content, None if it does not exist.
 
     Raises:
         ModelLoadFailed: it cannot be read.
     """
     own = model_json.read_object(folder / "router_config.json")
-    if own is None and "structure" in (old := model_json.read_object(folder / "config.json") or {}):  # of an Asym
+    if own is None and "structure" in (old := model_json.read_object(folder / "config.json") or {}):  # in an Asym
         return "config.json", old
     return "router_config.json", own
 
@@ -210,18 +211,18 @@ def _routed(root: Path, path: Path) -> list[ModulePlace]:
 
 
 def configuration_folder(root: Path) -> Path:
-    """The directory with the transformer's config.json; raises ModelLoadFailed: as `module_places`."""
+    """Return the directory with the transformer's config.json; raises ModelLoadFailed as `module_places`."""
     places = module_places(root)
     return next((place.path for place in places if place.name in _READERS), places[0].path if places else root)
 
 
 def folder_in(root: Path, path: str) -> Path:
-    """The directory that a model's files name, relative to `root`.
+    """Return the directory that a model's files name, relative to `root`.
 
     In the hub's cache a module's directory may be a link to that of another snapshot of the same model.
 
     Raises:
-        ModelLoadFailed: it lies outside of the model's directory.
+        ModelLoadFailed: it is outside the model's directory.
     """
     place = root / path
     if not is_inside(place, home_of(root) if stays_below(path.rstrip("/") or "x") else root.resolve()):
@@ -230,7 +231,7 @@ def folder_in(root: Path, path: str) -> Path:
 
 
 def check_links(root: Path, roots: Iterable[str]) -> None:
-    """Check that the files that are read of a model are its own, or below one of `roots`, where their links lead.
+    """Check that the files read of a model lead, after links, to its own directory or below one of `roots`.
 
     Raises:
         InvalidConfig: one leads elsewhere, or a directory of the model has more than 10,000 entries.
@@ -252,10 +253,10 @@ def check_links(root: Path, roots: Iterable[str]) -> None:
 
 
 def check_safetensors(root: Path, opened: Iterable[Path]) -> None:
-    """Check that only safetensors of this model are loaded from `opened`, directories and files of weights.
+    """Check that only safetensors of this model would be loaded from `opened`, which are directories and weight files.
 
     Raises:
-        InvalidConfig: a file would be opened that is something else, or that is not the model's own.
+        InvalidConfig: another kind of file would be opened, or one outside the model.
         ModelLoadFailed: as `weight_files`.
     """
     home = home_of(root)
@@ -269,11 +270,11 @@ def check_safetensors(root: Path, opened: Iterable[Path]) -> None:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files of weights that are loaded of one directory, in shards or not, whether they are files, or an index
-    names them; () without any.
+    """Return the weight files that are loaded from a directory, sharded or not, whether they exist or an index names
+    them; () without any.
 
     Raises:
-        ModelLoadFailed: an index of shards is not what it should be.
+        ModelLoadFailed: an index of shards is malformed.
     """
     shards = {name: shards_of(folder / name) for name in (INDEX, PICKLED_INDEX)}  # also those that are not chosen
     for name in _WEIGHTS:
@@ -285,12 +286,12 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def missing_file(root: Path) -> str | None:
-    """What a model directory lacks to be complete, relative to it; None if nothing is missing.
+    """Return the first file that a model directory lacks, relative to it; None if it is complete.
 
-    A file that is cut short, or is only the pointer of git-lfs to it, is missing.
+    A truncated file, or one that is only a git-lfs pointer, counts as missing.
 
     Raises:
-        ModelLoadFailed: a file that names others is not what it should be.
+        ModelLoadFailed: a file that names others is malformed.
     """
     if (lost := lost_file(root)) is not None:
         return lost
@@ -308,7 +309,7 @@ def missing_file(root: Path) -> str | None:
 
 
 def task_folders(root: Path) -> list[Path]:
-    """The folders of the adapters by task of a jina-embeddings-v5, as config.json names the tasks; none of others."""
+    """Return the folders of jina-embeddings-v5's adapters, one per task in config.json; none for other models."""
     config = model_json.read_object(root / "config.json") or {}
     names = config.get("task_names")
     if config.get("model_type") != "jina_embeddings_v5" or not isinstance(names, list):
@@ -337,12 +338,12 @@ def _missing_of(place: ModulePlace, *, is_first: bool) -> str | None:
 
 
 def needed(names: Sequence[str]) -> list[str]:
-    """Of the files of a repository, by their names in it, those that the engine needs."""
+    """Return those names of a repository's files that the engine needs."""
     present = set(names)
     kept = [name for name in names if not _is_unused(name, present)]
     if any(PurePosixPath(name).name in (*_WEIGHTS, *_ADAPTER_WEIGHTS) for name in kept):
         return kept
-    graph = next((name for name in _ONNX if name in present), None)  # of a repository for ONNX alone
+    graph = next((name for name in _ONNX if name in present), None)  # the repository has only ONNX weights
     alone = {sole_gguf(names), *([graph, f"{graph}_data", f"{graph}.data"] if graph else ())}
     return [name for name in names if name in kept or name in alone]
 
@@ -358,10 +359,10 @@ def _is_unused(name: str, present: set[str]) -> bool:
 
 
 def shards_of(index: Path) -> list[str] | None:
-    """The files that an index of shards names, in the index's own folder; None without an index.
+    """Return the files that an index of shards names, in the index's own folder; None without an index.
 
     Raises:
-        ModelLoadFailed: the index cannot be read, or names a file outside of its folder.
+        ModelLoadFailed: the index cannot be read, or names a file outside its folder.
     """
     content = model_json.read_object(index)
     if content is None:
@@ -376,15 +377,15 @@ def shards_of(index: Path) -> list[str] | None:
 
 
 def broken_file(root: Path) -> str | None:
-    """The first needed file of a model directory that is not whole, and why, as "2_Dense/model.safetensors ends too
+    """Return the first needed file that is not whole, with the reason, such as "2_Dense/model.safetensors ends too
     soon"; None if all are whole.
     """
     return next((f"{name} {fault}" for name, path in _needed_below(root) if (fault := fault_of(path))), None)
 
 
 def lost_file(root: Path) -> str | None:
-    """The first file of JSON or Jinja in a model directory, or in a folder in it, that is a link to nothing, relative
-    to it: of a cache without its blob. Read as missing, it would take prompts, lengths or modules with it.
+    """Return the first JSON or Jinja file below a model directory that is a dangling link, relative to it, as in a
+    cache that lost a blob. Reading it as missing would drop prompts, lengths or modules.
     """
     for folder in (root, *_folders_in(root)):
         try:
@@ -399,7 +400,7 @@ def lost_file(root: Path) -> str | None:
 
 
 def _leads_nowhere(path: Path) -> bool:
-    """True if there is nothing at the end of a link; False for links in a circle, which are broken files."""
+    """True if a link's target does not exist; False for circular links, which are broken files."""
     try:
         path.stat()
     except OSError as error:
@@ -408,12 +409,12 @@ def _leads_nowhere(path: Path) -> bool:
 
 
 _ABSENT = ".no_exist"
-"""Of the hub's cache: the names of files that a repository does not have at a commit, as its library notes them."""
+"""Folder of the hub's cache that notes which files a repository lacks at a commit."""
 
 
 def may_lack_modules(root: Path) -> bool:
-    """True if a snapshot in the hub's cache may be a part of its repository: it has no modules.json, and the
-    cache has no note that the repository has none. The transformers library alone fetches none.
+    """True if a snapshot in the hub's cache may be incomplete: it has no modules.json, and the cache has no note that
+    the repository lacks it. The transformers library, used alone, does not fetch modules.json.
     """
     if root.parent.name != "snapshots" or (root / "modules.json").exists() or gguf_file(root) is not None:
         return False
@@ -421,7 +422,7 @@ def may_lack_modules(root: Path) -> bool:
 
 
 def note_without_modules(snapshot: Path) -> None:
-    """Note in the hub's cache that the repository of a snapshot has no modules.json; nothing where that fails."""
+    """Note in the hub's cache that a snapshot's repository has no modules.json; failures are ignored."""
     marker = snapshot.parent.parent / _ABSENT / snapshot.name / "modules.json"
     with suppress(OSError):
         marker.parent.mkdir(parents=True, exist_ok=True)
@@ -436,11 +437,11 @@ def _folders_in(root: Path) -> list[Path]:
 
 
 def check_fetched(root: Path) -> None:
-    """Check that the files of a model directory are there: no pointer of git-lfs, and no link to nothing. Looks into
-    small files alone.
+    """Check that the files of a model directory exist, and are neither git-lfs pointers nor dangling links. Reads small
+    files only.
 
     Raises:
-        ModelLoadFailed: one that is needed is not.
+        ModelLoadFailed: a needed file fails this check.
     """
     if (lost := lost_file(root)) is not None:
         raise ModelLoadFailed(f"{lost} is a link to a file that is not there: fetch the model again")
@@ -450,13 +451,13 @@ def check_fetched(root: Path) -> None:
 
 
 def _needed_below(root: Path) -> Iterator[tuple[str, Path]]:
-    """The needed files of a model directory by their names in it; those of a Router's modules are two levels deep."""
+    """Yield the needed files of a model directory by name; those of a Router's modules are two levels deep."""
     found = {_shown(root, path): path for path in files_below(root, depth=2)}
     return ((name, found[name]) for name in needed(list(found)))
 
 
 def fault_of(path: Path) -> str | None:
-    """Why a file's content does not match its name, as the end of a sentence about it; None if it does."""
+    """Return why a file's content does not match its name, as the end of a sentence; None if it does."""
     if problem := file_problem(path):
         return problem
     if is_pointer(path):
@@ -465,7 +466,7 @@ def fault_of(path: Path) -> str | None:
 
 
 def is_pointer(path: Path) -> bool:
-    """True if a file is what git checks out in place of a large file where git-lfs is not installed."""
+    """True if a file is a git-lfs pointer instead of the file."""
     try:
         if path.stat().st_size > _MAX_POINTER_BYTES:
             return False
@@ -476,7 +477,7 @@ def is_pointer(path: Path) -> bool:
 
 
 def is_cut_short(weights: Path) -> bool:
-    """True if a safetensors file ends before the data that its head announces; other files are not looked into."""
+    """True if a safetensors file ends before the data that its head announces; other files are not read."""
     if weights.suffix != ".safetensors":
         return False
     try:
@@ -489,9 +490,9 @@ def is_cut_short(weights: Path) -> bool:
 
 
 def files_below(root: Path, depth: int = 8) -> Iterator[Path]:
-    """The files in a directory and, `depth` levels deep, below it, in order, links to directories followed.
+    """Yield the files in a directory and up to `depth` levels below it, in order, following links to directories.
 
-    At most 10,000 of them; dangling links and directories that cannot be read are left out.
+    At most 10,000; dangling links and unreadable directories are left out.
     """
     left = [_MAX_FILES]
 

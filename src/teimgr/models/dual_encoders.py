@@ -1,4 +1,4 @@
-"""Models of texts and images or sounds in one space, and of images alone (DINOv2), from their files."""
+"""Reads models for texts and images or sounds in one space, and for images alone (DINOv2), from their files."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _FLEXIBLE_KEYS = KnownKeys(
     harmless=_KEYS.harmless,
     only={"do_convert_rgb": (True, None), "do_pad": (False, None), "size": (None,), "default_to_square": (True, None)},
 )
-_PATCHES = 16, 4096  # that a picture may have at most; of the known models 256, and 1,024 on request
+_PATCHES = 16, 4096  # least and most patches of a picture; known models have 256, and 1,024 on request
 _MAX_PATCH = 256  # pixels of a side
-_MAX_SIDE = 4096  # pixels of a picture that a model reads; the largest known one has 518
-_MAX_REGISTERS = 1024  # that an image encoder may have; the known models have 4
-_MAX_RESAMPLE = 5  # the last filter of Pillow
+_MAX_SIDE = 4096  # pixels per side of a picture as read by a model; the largest known has 518
+_MAX_REGISTERS = 1024  # of an image encoder; known models have 4
+_MAX_RESAMPLE = 5  # Pillow's last filter
 _METHODS = {"text": "get_text_features", "image": "get_image_features"}
 _HALVES = (0.5, 0.5, 0.5)
 CLIP_MEANS = (0.48145466, 0.4578275, 0.40821073)
@@ -62,7 +62,7 @@ def is_dual_encoder(metadata: ModelMetadata) -> bool:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of what reads texts: `config` itself but for a model of images, pages or sounds."""
+    """Return the configuration of the text half: `config` itself except for models of images, pages or sounds."""
     if config["model_type"] in PAGE_ENCODERS:
         whole = config.get("vlm_config")
         if not isinstance(whole, dict) or not isinstance(whole.get("text_config", {}), dict):
@@ -76,11 +76,11 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
-    """The layout of a model of texts and images.
+    """Return the layout of a model of texts and images.
 
     Raises:
-        InvalidConfig: `pooling` is set, and the model has its own.
-        ModelLoadFailed: its files describe what is not served, or Pillow is missing.
+        InvalidConfig: `pooling` is set, but the model has its own.
+        ModelLoadFailed: its files describe something unsupported, or Pillow is missing.
     """
     need_pillow()
     if pooling is not None:
@@ -95,7 +95,7 @@ def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | No
                 f"SigLIP2 NaFlex in the layout of sentence-transformers ({metadata.chain}) is not served: use the one "
                 "that transformers saved"
             )
-        # Its authors lower-case texts, as the library's tokenizer for it does.
+        # Its authors lower-case texts, as the library's tokenizer does.
         return replace(layout, poolings=("last_token",), dual=_of_any_size(metadata), lower_case=True)
     return replace(layout, poolings=("last_token",), dual=_of_one_size(metadata))
 
@@ -121,7 +121,7 @@ def _of_one_size(metadata: ModelMetadata) -> DualEncoder:
 
 
 def _of_any_size(metadata: ModelMetadata) -> DualEncoder:
-    """What SigLIP2 NaFlex reads: known images are squares of about the most patches."""
+    """Return the input steps of SigLIP2 NaFlex; known images are squares with about the most patches."""
     steps = flexible_steps(processor_settings(metadata.transformer_dir))
     vision = _part(metadata.config, "vision")
     patch, positions = whole_number(vision, "patch_size"), whole_number(vision, "num_patches")
@@ -137,7 +137,7 @@ def _of_any_size(metadata: ModelMetadata) -> DualEncoder:
 
 
 def need_pillow() -> None:
-    """Raise ModelLoadFailed where Pillow is not installed."""
+    """Raise ModelLoadFailed if Pillow is not installed."""
     if importlib.util.find_spec("PIL") is None:
         raise ModelLoadFailed(
             "the model embeds images, for which Pillow is missing: install teimgr with the extra `images` "
@@ -166,7 +166,7 @@ def _end_id(metadata: ModelMetadata) -> int:
 
 
 def _padding(metadata: ModelMetadata) -> str:
-    """The padding token of SigLIP's texts, which the model was trained to read at their end."""
+    """Return SigLIP's padding token, which the model was trained to read after a text."""
     if metadata.tokens.config.get("padding_side", "right") != "right":
         raise ModelLoadFailed(
             "tokenizer_config.json pads texts on the left; the model was trained with padding on the right"
@@ -183,7 +183,7 @@ def _padding(metadata: ModelMetadata) -> str:
 
 
 def _check_modalities(modalities: Mapping[str, Any]) -> None:
-    """Check that sentence-transformers would take the projected vector of both halves."""
+    """Check that sentence-transformers would use the projected vector of both halves."""
     for name, how in modalities.items():
         method, output = how.get("method"), how.get("method_output_name")
         if name not in _METHODS or method != _METHODS[name] or output not in ("pooler_output", None):
@@ -194,7 +194,8 @@ def _check_modalities(modalities: Mapping[str, Any]) -> None:
 
 
 def processor_settings(folder: Path) -> dict[str, Any]:
-    """The settings of the image processor: within processor_config.json, as the library prefers, or on their own."""
+    """Return the image processor's settings: inside processor_config.json, which the library prefers, or in their
+    own file."""
     inside = (read_object(folder / "processor_config.json") or {}).get("image_processor")
     found = inside or read_object(folder / "preprocessor_config.json")
     if not isinstance(found, dict):
@@ -203,10 +204,10 @@ def processor_settings(folder: Path) -> dict[str, Any]:
 
 
 def pixel_steps(given: dict[str, Any]) -> PixelSteps:
-    """What the library's image processor of these settings does.
+    """Return the steps of the library's image processor with these settings.
 
     Raises:
-        ModelLoadFailed: it is another processor, or does something else besides.
+        ModelLoadFailed: it is another processor, or has further steps.
     """
     named = str(given.get("image_processor_type") or given.get("feature_extractor_type") or "none")
     kind = named.removesuffix("Fast").removesuffix("Pil")
@@ -232,7 +233,7 @@ def pixel_steps(given: dict[str, Any]) -> PixelSteps:
 
 
 def check_processor(given: dict[str, Any], own: str, known: KnownKeys, refusal: str) -> None:
-    """Check that settings are those of the image processor `own`, and that each of their keys is known.
+    """Check that settings belong to the image processor `own`, and that each of their keys is known.
 
     Raises:
         ModelLoadFailed: it is another processor, with `refusal` after its name; or a key is not known.
@@ -245,10 +246,10 @@ def check_processor(given: dict[str, Any], own: str, known: KnownKeys, refusal: 
 
 
 def flexible_steps(given: dict[str, Any]) -> FlexibleSteps:
-    """What SigLIP2's image processor of these settings does.
+    """Return the steps of SigLIP2's image processor with these settings.
 
     Raises:
-        ModelLoadFailed: it is another processor, or does something else besides.
+        ModelLoadFailed: it is another processor, or has further steps.
     """
     check_processor(given, "Siglip2ImageProcessor", _FLEXIBLE_KEYS, "for SigLIP2 NaFlex: its own is")
     if not given.get("do_resize", True):
@@ -273,7 +274,7 @@ def setting_within(given: dict[str, Any], key: str, default: int, bounds: tuple[
 
 
 def _size(given: Any, default: int | tuple[int, int]) -> tuple[int | None, tuple[int, int] | None]:
-    """A size as (shortest side, None) or (None, (height, width))."""
+    """Return a size as (shortest side, None) or (None, (height, width))."""
     if given is None:
         return (default, None) if isinstance(default, int) else (None, default)
     found: list[Any] = [given]
@@ -286,7 +287,7 @@ def _size(given: Any, default: int | tuple[int, int]) -> tuple[int | None, tuple
 
 
 def numbers_of(given: dict[str, Any], means: tuple[float, ...], deviations: tuple[float, ...]) -> dict[str, Any]:
-    """What makes numbers of pixels: factor, mean and deviation of `PixelSteps`, by these defaults."""
+    """Return factor, mean and deviation of `PixelSteps`, with these defaults."""
     normalizes = given.get("do_normalize", True)
     return {
         "factor": _factor(given) if given.get("do_rescale", True) else None,
@@ -322,11 +323,11 @@ def is_image_encoder(metadata: ModelMetadata) -> bool:
 
 
 def read_image_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
-    """The layout of a model of images alone, whose vector is the first token's behind the last normalisation.
+    """Return the layout of an image-only model; its vector is the first token's after the last normalisation.
 
     Raises:
-        InvalidConfig: `pooling` is another one.
-        ModelLoadFailed: its files describe what is not served, or Pillow is missing.
+        InvalidConfig: `pooling` asks for another vector.
+        ModelLoadFailed: its files describe something unsupported, or Pillow is missing.
     """
     need_pillow()
     if pooling not in (None, "cls"):
@@ -367,7 +368,7 @@ _SOUND_KEYS = KnownKeys(
             *("frequency_max", "truncation", "padding", "feature_extractor_type"),
         )
     ),
-    # The extractor writes what follows from others, and reads nothing of it.
+    # The extractor writes these derived keys and never reads them.
     harmless=frozenset(
         (
             *("processor_class", "return_attention_mask", "padding_side", "chunk_length_s", "n_fft", "n_samples"),
@@ -386,11 +387,11 @@ def is_sound_encoder(metadata: ModelMetadata) -> bool:
 
 
 def read_sound_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Layout:
-    """The layout of a model of texts and sounds.
+    """Return the layout of a model of texts and sounds.
 
     Raises:
-        InvalidConfig: `pooling` is set, and the model has its own.
-        ModelLoadFailed: its files describe what is not served, or a package for sounds is missing.
+        InvalidConfig: `pooling` is set, but the model has its own.
+        ModelLoadFailed: its files describe something unsupported, or a package for sounds is missing.
     """
     need_packages()
     if pooling is not None:
@@ -416,7 +417,7 @@ def read_sound_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | N
 
 
 def need_packages() -> None:
-    """Raise ModelLoadFailed where a package for sounds is not installed."""
+    """Raise ModelLoadFailed if a package for sounds is not installed."""
     if missing := [name for module, name in _PACKAGES.items() if importlib.util.find_spec(module) is None]:
         raise ModelLoadFailed(
             f"the model embeds sounds, for which {' and '.join(missing)} is missing: install teimgr with the extra "
@@ -448,7 +449,7 @@ def _steps(metadata: ModelMetadata) -> SoundSteps:
 
 
 def _window_tokens(audio: dict[str, Any]) -> int:
-    """The states of the last stage, of which the mean is the vector of a window."""
+    """Return the number of last-stage states, whose mean is the vector of a window."""
     stride = setting(audio, "patch_stride")
     stride = stride[0] if isinstance(stride, (list, tuple)) and stride else stride
     side, stages = setting(audio, "spec_size"), setting(audio, "depths")

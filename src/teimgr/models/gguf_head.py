@@ -1,7 +1,7 @@
-"""GGUF (llama.cpp) of a Qwen3 embedding model: its metadata, where its tensors lie, and its configuration.
+"""Reads the GGUF (llama.cpp) head of a Qwen3 embedding model: metadata, offsets of tensors, configuration.
 
-The file comes from anyone who uploaded it: every count, length and place in it is compared with what known files have
-and with the size of the file, before anything is made of it.
+Anyone may have uploaded the file: every count, length and offset is checked against known files and the file size
+before it is used.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from teimgr.models.served_config import ServedConfig
 from teimgr.models.source import file_problem
 
 GGUF = "gguf"
-"""The weights are in a GGUF file (`Layout.weight_names`)."""
+"""Value of `Layout.weight_names`: the weights are in a GGUF file."""
 ARCHITECTURE = "qwen3"
-"""`general.architecture` of the files that are read, and where their keys begin."""
+"""The supported `general.architecture`, and the prefix of its keys."""
 MAX_HEAD_BYTES = 32 * 2**20
-"""Of metadata and the list of tensors. Those of Qwen3-Embedding have 6 MB."""
+"""The most bytes of metadata and tensor list; Qwen3-Embedding has 6 MB."""
 _MAX_KEYS, _MAX_DIMENSIONS = 1024, 4
-_ALIGNMENT = 32  # of the first tensor, of which no converter takes another
-# By the number of a type in metadata, its form for `struct`; texts and lists have no fixed size.
+_ALIGNMENT = 32  # of the first tensor; converters use no other
+# Struct format of a metadata type by its number; texts and lists have no fixed size.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-_FEW_NUMBERS = 4096  # an object for each of millions takes long
+_FEW_NUMBERS = 4096  # longer lists become arrays: millions of objects take long
 _PLAIN = ("F32", "F16", "BF16", "Q8_0")  # types of tensors that are read without the package gguf
-# By the number of a tensor's type: its name, and the elements and bytes of a block.
+# Type of a tensor by its number: name, and the elements and bytes of a block.
 _TYPES = {
     **{0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34)},
     **{2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24)},
     **{10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)},
     14: ("Q6_K", 256, 210),
 }
-# The library's names of tensors, outside of the layers and in them.
+# The library's names of tensors, outside the layers and in them.
 _NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 _LAYER_NAMES = {
     **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj"},
@@ -55,7 +55,7 @@ _LAYER_NAMES = {
     **{f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
 }
 _TENSOR = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.weight")
-# The keys of config.json by those of the metadata, whole numbers and others.
+# Keys of config.json by those of the metadata: integers, and others.
 _COUNTS = {
     **{"context_length": "max_position_embeddings", "embedding_length": "hidden_size"},
     **{"block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size"},
@@ -68,8 +68,8 @@ _POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "last-token"}
 
 @dataclass(frozen=True, slots=True)
 class GgufHead:
-    """The metadata of a file by key; its tensors by the library's names, their shapes in torch's order; the config.json
-    that it stands for, with its pooling; and the token behind every text, None for none.
+    """A file's metadata by key; its tensors by the library's names, with shapes in torch's order; the equivalent
+    config.json with its pooling; and the token that ends every text, or None.
     """
 
     values: dict[str, Any]
@@ -79,10 +79,10 @@ class GgufHead:
 
 
 def read_gguf(file: Path) -> GgufHead:
-    """The head of a GGUF file of a Qwen3 embedding model, parsed once within `HEADS.kept()`. Blocking.
+    """Read the head of a Qwen3 embedding model's GGUF file, parsed once within `HEADS.kept()`. Blocking.
 
     Raises:
-        ModelLoadFailed: its model is another, a key is missing, it has something that is not served, or it is damaged.
+        ModelLoadFailed: it is another model, a key is missing, it has something unsupported, or it is damaged.
         OSError: it cannot be read.
     """
     if problem := file_problem(file):
@@ -100,11 +100,11 @@ def read_gguf(file: Path) -> GgufHead:
 
 
 def leading_facts(file: Path) -> dict[str, Any]:
-    """What config.json would say of a GGUF file of any model, as far as it stands before the tokens: for lists of
-    models, which a head with all its tokens would hold up. Blocking.
+    """Return config.json's facts from the part of a GGUF file before the tokens, for any model. Used for lists of
+    models, since reading the tokens takes long. Blocking.
 
     Raises:
-        ValueError: it is damaged, or no GGUF.
+        ValueError: it is damaged, or not GGUF.
         OSError: it cannot be read.
     """
     if problem := file_problem(file):
@@ -122,8 +122,8 @@ def leading_facts(file: Path) -> dict[str, Any]:
 
 
 class _Heads:
-    """The heads that were parsed, by the identity of their files, as long as one wants them kept: those of Qwen3 have
-    300,000 texts, which take half a second to parse and some 40 MB to keep.
+    """Cache of parsed heads by file identity, while a caller keeps them: Qwen3's have 300,000 texts, which take half a
+    second to parse and some 40 MB to keep.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class _Heads:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within the block what is parsed is kept, for all threads."""
+        """Keep heads parsed within the block, for all threads."""
         with self._lock:
             self._wanted_by += 1
         try:
@@ -148,7 +148,7 @@ class _Heads:
         return self._found.get(key)
 
     def keep(self, key: tuple[object, ...], head: GgufHead) -> GgufHead:
-        """The same head."""
+        """Store the head, and return it."""
         with self._lock:
             if self._wanted_by:
                 self._found[key] = head
@@ -159,7 +159,7 @@ HEADS = _Heads()
 
 
 class _Bounded:
-    """The numbers and texts at the beginning of a file; raises ValueError behind its end, or behind a limit."""
+    """Reads numbers and texts from the beginning of a file; raises ValueError at its end, or beyond a limit."""
 
     def __init__(self, opened: BinaryIO) -> None:
         self._opened = opened
@@ -183,7 +183,7 @@ class _Bounded:
         return self.take(int.from_bytes(self.take(8), "little")).decode()
 
     def value(self) -> Any:
-        """A number, a text, a list of texts, or a tuple of numbers, an array if they are many."""
+        """Read a number, a text, a list of texts, or a tuple of numbers (an array if there are many)."""
         kind, count = self.number("I"), None
         if kind == _LIST:
             kind, count = self.number("I"), self.number("Q")
@@ -212,7 +212,7 @@ class _Bounded:
 
 
 def _counts(reader: _Bounded) -> tuple[int, int]:
-    """The number of tensors and of keys, at the beginning of a file."""
+    """Read the numbers of tensors and keys at the beginning of a file."""
     if reader.take(4) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     version, tensors, keys = reader.number("I"), reader.number("Q"), reader.number("Q")

@@ -1,7 +1,7 @@
 """Resolve a model id to a directory with its files: local folder, hub cache, hub or packaged weights, in that order.
 
-In a fleet of several hosts the others have models too (`models/neighbours.py`), and are asked before the hub or
-after it.
+In a fleet of several hosts the other hosts may have the model too (`models/neighbours.py`), and are asked before or
+after the hub.
 """
 
 from __future__ import annotations
@@ -63,47 +63,47 @@ ModelsFrom = Literal["hub-first", "neighbours-first", "hub-only"]
 
 DEFAULT_REVISION = "main"
 _FOLDER_PREFIX = "models--"
-# How like a name must be to be offered in place of a mistyped one, how many are, and how much of a name is compared.
+# Least similarity of suggestions for a mistyped name, their number, and the characters that are compared.
 _SIMILAR = 0.7
 _NEAREST = 3
 _COMPARED_CHARS = 256
 MAX_ADAPTERS = 4
-"""Adapters on top of each other, as LLM2Vec's: the one for masked words, then the supervised one."""
+"""The most adapters on top of each other, as in LLM2Vec: one for masked words, then a supervised one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The directory of a model's files; `sha` is the resolved commit, None for a local directory."""
+    """A directory with a model's files; `sha` is the resolved commit, None for a local directory."""
 
     path: Path
     sha: str | None
 
 
 class Neighbours(Protocol):
-    """The other hosts of a fleet."""
+    """Access to the other hosts of a fleet."""
 
     def order(self) -> ModelsFrom:
-        """Whether they are asked, and when. Blocking."""
+        """Return whether and when they are asked. Blocking."""
 
     def fetch(self, model_id: str, revision: str | None) -> ModelSource:
         """Copy a model from one of them into the hub's cache. Blocking.
 
         Raises:
-            ModelNotFound: none has it.
+            ModelNotFound: no host has it.
             Unavailable: those that may have it cannot be reached, or the cache cannot be written.
             StorageFull: it does not fit on the disk.
-            ModelDownloadFailed: what they sent is not what they announced.
+            ModelDownloadFailed: a host sent other content than announced.
         """
 
 
 def resolve(
     model_id: str, revision: str | None = None, neighbours: Neighbours | None = None, roots: Sequence[str] | None = None
 ) -> ModelSource:
-    """Find `model_id`, downloading it when only the hub or another host has it; of an adapter its base model too.
+    """Find `model_id`, downloading it if only the hub or another host has it; for an adapter, also its base model.
     Blocking.
 
-    Directories have to be below one of `roots`, if there are any given (`model_source.decide`), and the files in them
-    too. Resumes interrupted downloads; shows huggingface-hub's progress bars on stderr.
+    If `roots` are given, directories and the files in them must be below one of them (`model_source.decide`). Resumes
+    interrupted downloads; shows huggingface-hub's progress bars on stderr.
 
     Raises:
         ModelNotFound: no such directory, repository or revision; or no local copy, and HF_HUB_OFFLINE is set.
@@ -118,9 +118,9 @@ def resolve(
 
 
 def follow_bases(folder: Path, find: Callable[[str, str | None], Path | None]) -> None:
-    """Find the base model of an adapter, which may be an adapter itself; nothing for any other model.
+    """Find the base model of an adapter, which may itself be an adapter; no-op for other models.
 
-    `find` takes an id and a revision, and gives the directory, or None if the model is not here.
+    `find` takes an id and a revision, and returns the directory, or None if the model is not here.
     """
     found: Path | None = folder
     for _ in range(MAX_ADAPTERS):
@@ -133,8 +133,8 @@ def follow_bases(folder: Path, find: Callable[[str, str | None], Path | None]) -
 def resolve_code(repository: str, revision: str | None = None) -> ModelSource:
     """Find the code of a repository that a trusted model names, downloading it once. Blocking.
 
-    What is in the cache stays as it is: code changes under no instance until its folder is deleted there, or the
-    instance names another revision.
+    Cached code stays as it is: it changes only if its folder in the cache is deleted or the instance names another
+    revision.
 
     Raises:
         ModelNotFound, ModelGated, Unavailable, StorageFull: as `resolve`.
@@ -161,7 +161,7 @@ def _at(revision: str | None) -> str:
 
 
 def _base_of(folder: Path) -> tuple[str, str | None] | None:
-    """The base model that an adapter names; a directory counts only of adapters that are not a model of the hub."""
+    """Return the base model that an adapter names; a directory only counts for adapters that are not from the hub."""
     base = adapter_base(configuration_folder(folder))
     return None if base is None or (names_a_path(base[0]) and is_in_cache(folder)) else base
 
@@ -180,10 +180,11 @@ def _resolve(
 
 
 def find_here(model_id: str, revision: str | None = None, roots: Sequence[str] | None = None) -> ModelSource | None:
-    """What `resolve` would find without the hub and other hosts: a directory, or a complete snapshot in the cache.
+    """Return what `resolve` would find without the hub and other hosts: a directory, or a complete snapshot in the
+    cache.
 
     Raises:
-        ModelNotFound: neither a directory nor an id of the hub, or no revision.
+        ModelNotFound: it is neither a directory nor a hub id, or the revision is invalid.
         InvalidConfig, ModelLoadFailed: as `resolve`; also where the base model of an adapter is outside of `roots`.
     """
     source = _here(model_id, revision, roots)
@@ -204,11 +205,11 @@ def _here(model_id: str, revision: str | None, roots: Sequence[str] | None) -> M
 
 
 def decided(model_id: str, revision: str | None, roots: Sequence[str] | None = None) -> Directory | HubModel:
-    """The decision of `model_source`, with its refusals as errors of the tree.
+    """Return the decision of `model_source`, with its refusals as errors of the tree.
 
     Raises:
-        ModelNotFound: neither a directory nor an id of the hub, or no revision.
-        InvalidConfig: a directory outside of `roots`.
+        ModelNotFound: it is neither a directory nor a hub id, or the revision is invalid.
+        InvalidConfig: the directory is outside `roots`.
     """
     try:
         return decide(model_id, revision, roots)
@@ -219,7 +220,7 @@ def decided(model_id: str, revision: str | None, roots: Sequence[str] | None = N
 
 
 def check_id(model_id: str, revision: str | None) -> None:
-    """Raise ModelNotFound for what is not a model id of the hub, or no revision."""
+    """Raise ModelNotFound for an invalid hub id or revision."""
     try:
         hub_model(model_id, revision)
     except WrongSourceError as error:
@@ -233,7 +234,7 @@ def _sentence(model_id: str, error: WrongSourceError) -> str:
 
 
 def _fetched(model_id: str, revision: str | None, neighbours: Neighbours | None, *, hints: bool) -> ModelSource:
-    """A model of the hub, from there, from another host, or from packaged weights."""
+    """Fetch a model from the hub, from another host, or from packaged weights."""
     failures: list[TeimgrError] = []
     for fetch in _sources(neighbours):
         try:
@@ -250,7 +251,7 @@ def _fetched(model_id: str, revision: str | None, neighbours: Neighbours | None,
 
 
 def _sources(neighbours: Neighbours | None) -> Sequence[Callable[[str, str | None], ModelSource]]:
-    """Where a model is looked for, in this order."""
+    """Return the sources to try for a model, in order."""
     order = neighbours.order() if neighbours else "hub-only"
     if neighbours is None or order == "hub-only":
         return (_download,)
@@ -260,7 +261,7 @@ def _sources(neighbours: Neighbours | None) -> Sequence[Callable[[str, str | Non
 
 
 def _main_failure(failures: Sequence[TeimgrError]) -> TeimgrError:
-    """One error for all: of one that may pass, if there is such, and with the messages of the others behind its own."""
+    """Merge failures into one error: one that may pass, if there is such, followed by the messages of the others."""
     main = next((error for error in failures if not isinstance(error, ModelNotFound)), failures[0])
     main.reword("; ".join([main.message, *(error.message for error in failures if error is not main)]))
     return main
@@ -280,23 +281,23 @@ def default_cache_folder() -> Path:
 
 
 def folder_name(model_id: str) -> str:
-    """The name of a model's folder in the hub cache, of its blobs, refs and snapshots."""
+    """Return the name of a model's folder of blobs, refs and snapshots in the hub cache."""
     return _FOLDER_PREFIX + model_id.replace("/", "--")
 
 
 def id_of_folder(name: str) -> str | None:
-    """The model id of a folder in the hub cache; None if it is not a model's."""
+    """Return the model id of a folder in the hub cache; None if it is not a model's folder."""
     return name.removeprefix(_FOLDER_PREFIX).replace("--", "/", 1) if name.startswith(_FOLDER_PREFIX) else None
 
 
 def find_cached(model_id: str, revision: str | None = None, cache: Path | None = None) -> ModelSource | None:
-    """The complete snapshot in the hub cache, or in that at `cache`, if there is one; without network access."""
+    """Return the complete snapshot in the hub cache, or in the one at `cache`, or None; without network access."""
     found = _find_snapshot(model_id, revision, cache)
     return found if found is not None and missing_file(found.path) is None else None
 
 
 def _find_snapshot(model_id: str, revision: str | None, cache: Path | None = None) -> ModelSource | None:
-    """Like `find_cached`, complete or not."""
+    """Like `find_cached`, but the snapshot may be incomplete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -305,7 +306,7 @@ def _find_snapshot(model_id: str, revision: str | None, cache: Path | None = Non
     if problem := ref_problem(folder, revision or DEFAULT_REVISION):
         raise ModelNotFound(f"Model '{model_id}': its ref in the hub cache {problem}")
     try:
-        # Without what may not be needed: `missing_file` then looks for each module's weights.
+        # Only certain needs are listed: `missing_file` then looks for each module's weights.
         path = Path(
             snapshot_download(
                 model_id, revision=revision, cache_dir=cache, local_files_only=True, ignore_patterns=OPTIONAL
@@ -320,7 +321,7 @@ def _find_snapshot(model_id: str, revision: str | None, cache: Path | None = Non
 
 
 def _check_place(snapshot: Path, model_id: str, cache: Path | None = None) -> None:
-    """Check that a snapshot that a ref led to is one of the model's own.
+    """Check that the snapshot that a ref led to belongs to the model.
 
     Raises:
         ModelNotFound: the ref, or a link, leads elsewhere.
@@ -335,7 +336,7 @@ def is_in_cache(path: Path) -> bool:
 
 
 def find_packaged(model_id: str) -> ModelSource | None:
-    """The files of an installed weights package for `model_id`, if any; does not import it."""
+    """Return the files of an installed weights package for `model_id`, if any, without importing it."""
     module, folder = PACKAGED.get(model_id, (None, ""))
     spec = importlib.util.find_spec(module) if module else None
     if spec is None or not spec.submodule_search_locations:
@@ -346,24 +347,24 @@ def find_packaged(model_id: str) -> ModelSource | None:
 def check_directory(model_id: str) -> None:
     """Check a model id that is meant as a path; others pass. Reads one folder.
 
-    An id such as `models/tiny-spalde` is meant as a path where `models` is a folder here with a similar name in it.
+    An id such as `models/tiny-spalde` is meant as a path if `models` is a local folder with a similarly named entry.
 
     Raises:
-        ModelNotFound: no such directory; the message has the nearest models on this host.
+        ModelNotFound: there is no such directory; the message has the nearest models on this host.
     """
     try:
         path = Path(model_id).expanduser()
         is_there = path.is_dir()
-    except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, or with a null character
+    except (OSError, RuntimeError, ValueError):  # too long, an unknown user, or a null character
         path, is_there = Path(model_id), False
     if not is_there and (names_a_path(model_id) or ("/" in model_id and _similar_beside(path))):
         raise ModelNotFound(f"no such directory: {model_id[:_COMPARED_CHARS]}{nearest_here(model_id)}")
 
 
 def nearest_here(model_id: str) -> str:
-    """A clause with the models on this host whose id or path is most like `model_id`; empty where none is like it.
+    """Return a clause with the models on this host most similar to `model_id`; empty if none is similar.
 
-    Compared are the directories beside a path, the models in the hub cache, and those of installed packages.
+    Candidates are the directories next to a path, the models in the hub cache, and those of installed packages.
     """
     similar = _similar_beside(Path(model_id))
     if not names_a_path(model_id):
@@ -374,7 +375,7 @@ def nearest_here(model_id: str) -> str:
 
 
 def _similar_beside(path: Path) -> list[str]:
-    """The directories beside `path` whose names are most like its own."""
+    """Return the directories next to `path` with the most similar names."""
     try:
         names = [each.name for each in path.parent.expanduser().iterdir() if each.is_dir()]
     except (OSError, RuntimeError, ValueError):
@@ -384,7 +385,7 @@ def _similar_beside(path: Path) -> list[str]:
 
 
 def _cached_ids() -> list[str]:
-    """The ids of the models in the hub's cache, as huggingface-hub finds it."""
+    """Return the ids of the models in the hub's cache, at huggingface-hub's place."""
     try:
         names = [each.name for each in default_cache_folder().iterdir()]
     except OSError:
@@ -426,7 +427,7 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
         if problem := format_problem(given, info):
             raise ModelNotFound(f"Model '{model_id}' {problem}")
         names = needed(given)
-        # By name, not by commit: then the cache stores the ref by which an offline start finds the snapshot.
+        # By name, not by commit: the cache then stores the ref by which an offline start finds the snapshot.
         path = Path(snapshot_download(model_id, revision=revision, allow_patterns=names))
         if "modules.json" not in given:
             note_without_modules(path)
@@ -435,8 +436,8 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
 
 
 def format_problem(names: Sequence[str], info: Any) -> str | None:
-    """What to say of a repository whose weights are of another format, by its files and the hub's answer about it."""
-    # The hub has read the head of a GGUF file.
+    """Explain that a repository's weights have another format, from its files and the hub's answer about it."""
+    # The hub reports the head of a GGUF file.
     architecture = (getattr(info, "gguf", None) or {}).get("architecture", ARCHITECTURE)
     is_read = sole_gguf(names) is not None and architecture == ARCHITECTURE
     if is_read or (form := other_format(names)) is None:
@@ -498,7 +499,7 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EE
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of the hub's answer; None if there was none."""
+    """Return the status of the hub's answer; None without an answer."""
     status: int | None = getattr(getattr(error, "response", None), "status_code", None)
     return status
 
@@ -509,7 +510,7 @@ def _refusal(model_id: str, error: BaseException, *, has_token: bool) -> str:
 
 
 def cache_problem(error: BaseException) -> TeimgrError | None:
-    """What to say where an error of the file system keeps the hub's cache from being written; None for other errors."""
+    """Return the error for a file system failure that prevents writing the hub's cache; None for other errors."""
     if not isinstance(error, OSError) or error.filename is None:
         return None
     if error.errno in _NO_ROOM:
@@ -523,7 +524,7 @@ def cache_problem(error: BaseException) -> TeimgrError | None:
 
 
 def is_transport_error(error: Exception) -> bool:
-    """True if an error is of the hub's HTTP library, whose module name changed between releases."""
+    """True if an error comes from the hub's HTTP library, whose module name changed between releases."""
     return type(error).__module__.split(".")[0] in {"httpx", "httpx2", "httpcore", "httpcore2"}
 
 

@@ -442,6 +442,11 @@ def test_the_playground_and_the_same_call_elsewhere(page: Any, tmp_path: Path) -
     assert python.returncode == 0, python.stderr
 
 
+def test_an_unknown_instance_in_the_address_is_named(page: Any) -> None:
+    page.goto("/ui/playground?instance=nosuch")
+    expect(page.locator("#play-state")).to_have_text('There is no running instance "nosuch": choose a model')
+
+
 def test_two_models_side_by_side(page: Any) -> None:
     page.goto("/ui/playground?instance=embedding#tokens")
     page.locator("#model-b").select_option("classifier")

@@ -191,3 +191,4 @@ $("#copy").addEventListener("click", () => copy($("#call")));
 const wanted = location.hash.slice(1);
 const first = playground.instances.find((each) => each.name === chosen);
 select(wanted in MODES ? wanted : first ? Object.keys(MODES).find((id) => MODES[id].takes(first)) : "similarity");
+if (chosen && !first) status.textContent = `There is no running instance "${chosen}": choose a model`;
