@@ -121,7 +121,7 @@ def test_refusals_name_the_image(daemon: DaemonProcess, tmp_path: Path) -> None:
         with pytest.raises(TeimgrError) as refused:
             client.embed_images([*[noise(4, 4)] * 8, b"no image"], instance="clip")
         assert refused.value.message.startswith("images[8] to images[8]: ")
-        assert "`inputs.0.data`: the bytes are no image of an allowed format" in refused.value.message
+        assert "`inputs.0.data`: the bytes are not an image of an allowed format" in refused.value.message
 
 
 def test_the_search_of_the_how_to(

@@ -233,7 +233,7 @@ def read_head(file: Path) -> list[HeadTensor]:
                 f"the head of {file.name} has {size:,} bytes, and at most {MAX_HEAD_BYTES:,} are read"
             )
         if whole < 8 or not 0 < size <= MAX_HEAD_BYTES:
-            raise NoHead(f"{file.name} is no safetensors file")
+            raise NoHead(f"{file.name} is not a safetensors file")
         if whole < 8 + size:
             raise CutShort(f"{file.name} ends too soon")
         content = opened.read(size)

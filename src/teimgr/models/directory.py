@@ -86,7 +86,7 @@ def onnx_file(folder: Path) -> Path | None:
 
 
 def sole_gguf(names: Iterable[str]) -> str | None:
-    """Return the only .gguf file among names, if there is no configuration or other weights; else None."""
+    """Return the only .gguf file among names without a configuration or other weights; else None."""
     given = list(names)
     found = [name for name in given if name.endswith(".gguf")]
     is_alone = len(found) == 1 and "/" not in found[0]

@@ -95,7 +95,7 @@ class ProbeOk:
 class ProbeFailed:
     """A health probe failed.
 
-    `missed`: there was no answer, since the worker hangs or the machine is overloaded. `works`: the event loop did not
+    `missed`: without an answer, since the worker hangs or the machine is overloaded. `works`: the event loop did not
     answer, while the threads of the process ran or waited for a processor.
     """
 
@@ -136,7 +136,7 @@ class Effect(Enum):
 
 
 def explain(exit: Exit, process: str = "worker") -> FailureCause:
-    """Explain why a process exited on its own: by its own report, else by the exit status and the last line of its
+    """Explain why a process exited unasked: by its report, else by the exit status and the last line of its
     log."""
     if exit.report is not None:
         return FailureCause.reported(exit.report.message, exit.report.code, exit.report.permanent)

@@ -185,7 +185,7 @@ def _format(data: bytes) -> str:
     if named is None and data[4:8] == b"ftyp":
         named = "HEIC, AVIF or video"
     raise InvalidInput(
-        "Input validation error: the bytes are no image of an allowed format"
+        "Input validation error: the bytes are not an image of an allowed format"
         + (f", but {named}" if named else "")
         + f": {_WAY_OUT}"
     )
