@@ -69,7 +69,8 @@ def ensure_home(folder: Path) -> bool:
 
 
 def failure_of(error: OSError) -> str:
-    """What the disk refused and why, such as `/var/lib/teimgr/state.toml: No space left on device`."""
+    """Return the path and the reason of a disk's refusal, such as `/var/lib/teimgr/state.toml: No space left on
+    device`."""
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 

@@ -57,7 +57,7 @@ _MAX_PATH_PREFIX = 256
 GRAPH_TOKENS = 3 << 17
 """Tokens whose hidden states the CUDA graphs of a model keep at most, in 16 bits: memory of a card."""
 CPU_BATCH_TOKENS, CPU_TEMPORARY_BYTES = 2048, 25_000_000
-"""Of a batch on a CPU: larger temporaries are mapped and unmapped by every operation; more tokens gain nothing."""
+"""Limits of a batch on a CPU: every operation maps and unmaps larger temporaries; more tokens gain nothing."""
 PLACEMENTS = ("spread", "pack")
 LOADS = ("eager", "on_demand")
 
@@ -89,7 +89,7 @@ class Kind(str, Enum):
 
 KINDS = tuple(kind.value for kind in Kind)
 TOKEN_INPUTS = ("accept", "refuse", "tiktoken")
-"""What is done with token ids in requests: taken as the model's own, refused, or decoded by tiktoken."""
+"""Handling of token ids in requests: taken as the model's own, refused, or decoded by tiktoken."""
 TOKEN_ENCODING = "cl100k_base"
 
 
@@ -180,7 +180,7 @@ class DeclaredKey:
 
 
 class Change(IntEnum):
-    """What an update of a key needs; an update of several needs the greatest."""
+    """The effect that an update of a key has on workers; an update of several keys has the greatest."""
 
     IN_PLACE = 0  # only the daemon uses it
     SCALE = 1  # workers are added or removed
@@ -378,7 +378,8 @@ class InstanceSpec:
 
     @property
     def space_settings(self) -> str:
-        """What decides, with its model's files, in which space its vectors are; "" for the model's own settings."""
+        """The settings that decide, with the model's files, the space of its vectors; "" for the model's own
+        settings."""
         names = ("pooling", "revision", "kind", "trust_remote_code", "code_revision", "extra_args")
         given = {name: value for name in names if (value := getattr(self, name))}
         return json.dumps(given) if given else ""
@@ -409,7 +410,7 @@ MADE_BY, A_CALL, MADE_FOR = "made_by", "call", "made_for"
 TRIAL_NAME = "_model-trial"
 """The name of a trial's worker, which no instance may have."""
 OWN_FORWARD = "its own float32 forward"
-"""What a model is compared with at each load, and in a trial where no library can run it."""
+"""The reference of a model at each load, and in a trial if no library can run it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -474,7 +475,7 @@ class WorkerSpec:
     media_url_hosts: tuple[str, ...] = ()
     media_url_networks: tuple[str, ...] = ()
     restarts: int = 0
-    """Of the replica until this worker: the next daemon, which adopts it, counts on."""
+    """Restarts of the replica before this worker; the next daemon, which adopts it, continues the count."""
 
     def accepts(self, authorization: bytes) -> bool:
         """True if an `Authorization` header has the instance's API key, if it has one; compared in constant time."""
@@ -524,7 +525,7 @@ WORKER_KEYS = tuple(item.name for item in fields(WorkerSpec) if item.name in KEY
 
 
 CUT_TEXTS = "texts are cut to "
-"""What the warning that `max_batch_tokens` is below the length of the model begins with."""
+"""The beginning of the warning that `max_batch_tokens` is below the length of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -750,7 +751,7 @@ class RouteEntry:
         return self.is_loadable or (self.on_demand and self.state is State.FAILED)
 
     def to_json(self) -> str:
-        """As a JSON object; made once for all muxes that get it."""
+        """Return it as a JSON object; made once for all muxes."""
         return _route_json(self)
 
     @classmethod

@@ -1,1 +1,1 @@
-"""What clients call on the daemon's port: REST, inference in every dialect, batches, the page."""
+"""The APIs on the daemon's port: REST, inference in every dialect, batches, the page."""

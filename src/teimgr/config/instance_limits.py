@@ -1,4 +1,4 @@
-"""What the settings, and the caller's API key, allow an instance to be: its code, files, ports, threads and tokens."""
+"""Limits that the settings and the caller's API key set for an instance: code, files, ports, threads and tokens."""
 
 from __future__ import annotations
 

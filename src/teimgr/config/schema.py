@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 
 class ConfigFault(NamedTuple):
-    """What is wrong with the value at one path, such as `instances[0].port`."""
+    """A fault of the value at one path, such as `instances[0].port`."""
 
     path: str
     message: str

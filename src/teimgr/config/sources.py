@@ -96,7 +96,7 @@ def _paths(value: object, path: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What the settings are read from. `overrides` are the command line's keys; None means not given."""
+    """The sources of the settings. `overrides` are the command line's keys; None means not given."""
 
     file: Path | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -232,7 +232,7 @@ def unread_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
 
 
 def digest_of(content: bytes) -> str:
-    """What a file's content is recognised by: its SHA-256."""
+    """Return the SHA-256 of a file's content."""
     return hashlib.sha256(content).hexdigest()
 
 

@@ -111,7 +111,7 @@ _METHODS = ("GET", "HEAD")
 
 Word = Literal["alive", "ready", "starting", "stopping"]
 Ask = Callable[[], Word]
-"""What the daemon does now."""
+"""Returns the present state of the daemon."""
 
 
 class HealthPort:

@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 
 EXIT_REFUSED = 1
 QUIET_S = 1.0
-"""How long requests on connections that a successor cannot take over may go on."""
+"""Time limit for requests on connections that a successor cannot take over."""
 LAST_GRACE_S = 1.0
 """The least time that workers get in a stop, to finish a batch and release their device and ports."""
 # Added to the grace for the end of the daemon: more than all phases of a shutdown may take together.

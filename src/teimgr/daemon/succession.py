@@ -151,7 +151,7 @@ def following() -> Iterator[Predecessor | None]:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """What a successor reports once it is ready."""
+    """The report of a successor that is ready."""
 
     pid: int
     version: str

@@ -25,7 +25,7 @@ class Notifier:
         self.environ = {
             name: value for name, value in ((_SOCKET, self._address), (_WATCHDOG_USEC, timeout_us)) if value
         }
-        """What a successor of this process needs to notify."""
+        """Return what a successor of this process needs to notify systemd."""
         is_ours = timeout_us.isdigit() and pid in ("", str(os.getpid()))
         self.watchdog_s = int(timeout_us) / 1e6 if is_ours else None
 

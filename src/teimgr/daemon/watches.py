@@ -27,7 +27,7 @@ _LIMIT_S = 10.0  # of a look, which never ends where a file server is lost
 
 
 class Reloads(Protocol):
-    """What reloads the file; `tried` is the digest of the content that was read last, on whatever order."""
+    """The reloader of the file; `tried` is the digest of the content that it read last, whoever ordered that."""
 
     @property
     def tried(self) -> str: ...
@@ -36,7 +36,7 @@ class Reloads(Protocol):
 
 
 class Identity(NamedTuple):
-    """What of a file changes with its content; `path` has no links, so that it differs once a link was swapped."""
+    """The identity of a file's content; `path` has its links resolved, so that it differs after a link was swapped."""
 
     path: str
     device: int

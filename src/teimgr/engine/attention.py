@@ -145,7 +145,7 @@ def packed_attention(
 
 
 class _Scores(NamedTuple):
-    """How scores are made of products, and which keys have one: `reach` is a window, `slopes` are ALiBi's."""
+    """How products become scores, and which keys have one: `reach` is a window, `slopes` are ALiBi's."""
 
     scale: float | None
     causal: bool

@@ -156,12 +156,12 @@ class AttentionKernel:
         return out
 
     def levels(self) -> tuple[str, ...]:
-        """What this CPU can run, the best last."""
+        """Return the instruction sets that this CPU can run, the best last."""
         return LEVELS[: self._best + 1]
 
 
 def _numbers_from(rows: Tensor) -> int:
-    """How many numbers its memory has from its first on."""
+    """Return how many numbers follow in its memory, from its first one on."""
     return int(rows.untyped_storage().nbytes() // rows.itemsize - rows.storage_offset())
 
 

@@ -55,7 +55,7 @@ class Charging:
     def admit(
         self, jobs: Sequence[Job], entries: Sequence[QueueEntry], failures: Sequence[FailedRow]
     ) -> tuple[list[QueueEntry], list[FailedRow], list[Job]]:
-        """What of `entries` and `failures`, which are rows of `jobs`, may go on, and the jobs that are refused."""
+        """Return those of `entries` and `failures`, rows of `jobs`, that may go on, and the jobs that are refused."""
         ready: list[QueueEntry] = []
         parts: list[QueueEntry] = []
         refused: list[Job] = []

@@ -161,7 +161,7 @@ def _lock(kind: int, slot: int) -> bytes:
 
 
 class HelperWaits:
-    """How long the latest small batches waited for the threads that helped. Safe from any thread."""
+    """Records how long the latest small batches waited for the threads that helped. Safe from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -170,7 +170,7 @@ class HelperWaits:
         self._alone_until = 0.0
 
     def threads(self, most: int) -> int:
-        """How many threads to compute a small batch with: `most`, or one for a second after several were held up."""
+        """Return the threads for a small batch: `most`, or one for a second after several batches were held up."""
         return 1 if self._clock() < self._alone_until else most
 
     def note(self, waited_s: float) -> None:

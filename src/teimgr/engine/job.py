@@ -59,7 +59,7 @@ class MediaFile:
     digest: bytes
 
     def __len__(self) -> int:
-        """Of its characters: it has none."""
+        """Number of its characters: it has none."""
         return 0
 
     def __bool__(self) -> bool:
@@ -67,7 +67,7 @@ class MediaFile:
 
     @property
     def nbytes(self) -> int:
-        """Of its file."""
+        """Size of its file in bytes."""
         return len(self.data)
 
 
@@ -98,7 +98,7 @@ class Content:
     instruction: str | None = None
 
     def __len__(self) -> int:
-        """Of its characters, without those of an instruction."""
+        """Number of its characters, without those of an instruction."""
         return len(self.text)
 
     def __bool__(self) -> bool:
@@ -137,7 +137,7 @@ class Share(NamedTuple):
 
 
 EQUAL = Share()
-"""Of calls without a key."""
+"""The share of calls without a key."""
 
 
 Decided = Callable[[TeimgrError | None], None]

@@ -23,13 +23,13 @@ from teimgr.engine.job import Output
 
 Key = tuple[Any, ...]
 Numbers = tuple[Floats, NDArray[np.int64] | None]
-"""Of one text: values, and the positions of sparse ones."""
+"""The result of one text: values, and the positions of sparse ones."""
 Result = Mapping[Output, Numbers]
 
 OWN_TENANT = -1
-"""Of the engine's own jobs, which have to be computed: they test the device."""
+"""Tenant of the engine's own jobs, which are always computed, since they test the device."""
 RECENT_BYTES = 8 * 2**20
-"""Of a batch whose results wait for equal inputs that came while it ran."""
+"""The most result bytes of a batch that are kept for equal inputs that arrived while it ran."""
 _SAMPLE_MASK, _SAMPLE_KEPT = 7, 8192
 _ENTRY_BYTES = 500  # of a kept result beside its numbers and ids
 

@@ -98,7 +98,8 @@ def compare_with_library(engine: Engine, threads: int, room_bytes: int | None, l
 
 
 def _float32_bytes(layout: Layout) -> int:
-    """Of a copy of the weights in float32, which have two bytes or more in their files, and of what reads them."""
+    """Estimate the bytes of a float32 copy of the weights, which have two bytes or more in their files, and of its
+    reader."""
     return 2 * sum(file.stat().st_size for file in weight_files(layout.weights_dir) if file.is_file())
 
 

@@ -57,7 +57,7 @@ _VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine needs."""
+    """The inputs from which an engine is made."""
 
     layout: Layout
     tokenizer: TextTokenizer
@@ -357,7 +357,7 @@ def _serial_tokens(model: Model) -> int:
 
 
 def _widths(model: Model) -> tuple[int, int]:
-    """Of a layer's hidden states and of the widest rows within it, where its configuration has them."""
+    """Return the widths of a layer's hidden states and of its widest rows, if the configuration names them."""
     config = model.backbone.config
     hidden = int(getattr(config, "hidden_size", 0) or 768)
     return hidden, int(getattr(config, "intermediate_size", 0) or 4 * hidden)

@@ -274,7 +274,7 @@ class _Features(nn.Module):
 
 @dataclass
 class _Config:
-    """What the engine reads of the configuration of a model of transformers."""
+    """The parts of a transformers configuration that the engine reads."""
 
     hidden_size: int
     intermediate_size: int

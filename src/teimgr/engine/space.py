@@ -40,7 +40,7 @@ from teimgr.models.layout import Layout, OwnModule
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Of what is hashed: raised with a line in CHANGELOG.md where the engine's own vectors change their meaning."""
+"""Version of the hash: raised, with a line in CHANGELOG.md, if the engine's own vectors change their meaning."""
 _KEPT_FORMAT = 2  # of kept digests: raised where they change for the same files
 MAX_KEPT = 4096
 _MAX_KEPT_BYTES = 64 * 1024

@@ -20,7 +20,7 @@ from teimgr.spec import LoadedModel
 Floats = NDArray[np.float32]
 
 MAX_TOKENS = 4096
-"""Of a document that is pooled: their distances take 128 MiB, and finding the clusters part of a second."""
+"""The most tokens of a pooled document: its distances take 128 MiB, and clustering part of a second."""
 _KEPT = 1  # vectors at the beginning, usually of [CLS]
 
 

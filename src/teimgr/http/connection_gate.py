@@ -24,7 +24,7 @@ from teimgr.observability.memory import max_connections
 
 
 class Phase(IntEnum):
-    """What a connection does. Every accepted connection is in exactly one phase until it is closed."""
+    """The activity of a connection. Every accepted connection is in exactly one phase until it is closed."""
 
     SILENT = 0
     """On a port with TLS: accepted, no byte received."""
@@ -447,7 +447,7 @@ class ConnectionGate:
 
 
 def network_of(address: str) -> str:
-    """What counts as one client: an IPv4 address, the /64 network of an IPv6 address, or what a proxy names else."""
+    """Return the key of one client: an IPv4 address, the /64 network of an IPv6 address, or another name by a proxy."""
     if ":" not in address or address.startswith("::ffff:"):
         return address
     try:

@@ -31,7 +31,7 @@ class Incoming(Protocol):
         """The size of what has come and was not taken, once that is all; None while more may come."""
 
     def take(self) -> bytes | bytearray:
-        """What has come and was not taken."""
+        """Return the bytes that arrived and were not taken."""
 
     async def read_some(self) -> bytes | bytearray:
         """Like `take`, once there is at least a byte; empty at the end. Sends 100 Continue if the client expects it."""
@@ -69,7 +69,7 @@ Answer = Callable[[DirectRequest], Coroutine[Any, Any, DirectReply]]
 """Answers a request; cancelled if the client disconnects."""
 
 Direct = Callable[[bytes, bytes], Answer | None]
-"""What answers requests of a method and a target; None if ASGI is to serve them."""
+"""Finds the answer function for a method and a target; None if ASGI is to serve them."""
 
 FAILED = DirectReply(500, {"content-type": "text/plain; charset=utf-8"}, b"Internal Server Error")
 

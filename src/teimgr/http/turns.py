@@ -41,7 +41,7 @@ class Rotation(Generic[ItemT]):
         self._count += 1
 
     def waiting_of(self, caller: Hashable) -> int:
-        """How many items of `caller` wait."""
+        """Return how many items of `caller` wait."""
         return len(self._queues.get(caller, ()))
 
     def pop(self) -> ItemT:
@@ -103,7 +103,7 @@ class CallTurns(_InTurns):
         return True
 
     def waiting_of(self, caller: Hashable) -> int:
-        """How many functions of `caller` are to be called in later turns."""
+        """Return how many functions of `caller` wait for later turns."""
         return self._waiting.waiting_of(caller)
 
     def _turn(self) -> None:
@@ -169,7 +169,7 @@ class WorkTurns(_InTurns):
         self._waiting: Rotation[Callable[[], None]] = Rotation()
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """What `work` returns or raises: at once unless this turn is used up or others wait."""
+        """Return or raise what `work` does: at once unless this turn is used up or others wait."""
         if self._left_s > 0 and not self._waiting:
             return self._timed(work)
         done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
@@ -267,7 +267,7 @@ class LoopTurns(_InTurns):
 
     @property
     def units(self) -> int:
-        """What a connection may have processed now."""
+        """The work that a connection may have done now."""
         if self._part is not None:
             return self._part
         if not self._groups:
@@ -343,7 +343,7 @@ class SharedThreads:
         self._lock = Lock()
 
     async def run(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """What `work` returns or raises. A call that is cancelled before its work begins does not begin it."""
+        """Return or raise what `work` does. A call that is cancelled before its work begins does not begin it."""
         return await asyncio.wrap_future(self.submit(work, *arguments))
 
     def submit(self, work: Callable[..., ResultT], *arguments: object) -> Future[ResultT]:

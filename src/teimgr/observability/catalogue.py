@@ -105,7 +105,7 @@ SCALING_QUEUED = _daemon(
     "teimgr_scaling_queued_tokens", "gauge", "Tokens that wait for replicas; 0 at zero replicas", "instance"
 )
 SCALING_WAITING = _daemon(
-    "teimgr_scaling_waiting_seconds", "gauge", "How long the replicas take to compute what waits", "instance"
+    "teimgr_scaling_waiting_seconds", "gauge", "Seconds that the replicas need for the waiting tokens", "instance"
 )
 SCALING_REFUSED = _daemon(
     "teimgr_scaling_refused_per_second",
@@ -114,21 +114,23 @@ SCALING_REFUSED = _daemon(
     "instance",
 )
 SCALING_REPLICAS = _daemon("teimgr_scaling_replicas", "gauge", "Replicas that serve", "instance")
-SCALING_WANTED = _daemon("teimgr_scaling_wanted_replicas", "gauge", "Replicas that there should be", "instance")
+SCALING_WANTED = _daemon("teimgr_scaling_wanted_replicas", "gauge", "Target number of replicas", "instance")
 DOWNLOADS = _daemon("teimgr_model_downloads_total", "counter", "Downloads by the registry, by outcome", "outcome")
 DOWNLOAD_BYTES = _daemon("teimgr_model_download_bytes_total", "counter", "Bytes of models received over the network")
 TRIALS = _daemon("teimgr_model_trials_total", "counter", "Trials of models, by outcome", "outcome")
 BATCHES_BY_STATUS = _daemon("teimgr_batches", "gauge", "Batches of /v1/batches that are kept, by status", "status")
 BATCH_LINES = _daemon("teimgr_batch_lines_total", "counter", "Requests of batches that ended, by outcome", "outcome")
 STORED_BYTES = _daemon("teimgr_stored_file_bytes", "gauge", "Bytes of the files of /v1/files, results included")
-KEY_TOKENS = _daemon("teimgr_key_tokens_total", "counter", "Tokens of answers by API key, of the 100 with most", "key")
+KEY_TOKENS = _daemon(
+    "teimgr_key_tokens_total", "counter", "Tokens of answers by API key, for the 100 keys with the most", "key"
+)
 KEY_CALLS = _daemon("teimgr_key_calls_total", "counter", "Calls that were answered, by API key", "key")
 KEY_REFUSED = _daemon("teimgr_key_refused_total", "counter", "Calls refused for a quota or a full queue", "key")
 LOOP_HELD = _daemon(
-    "teimgr_daemon_loop_held_total", "counter", "Times that something held the daemon's event loop for over 200 ms"
+    "teimgr_daemon_loop_held_total", "counter", "Times that the daemon's event loop was blocked for over 200 ms"
 )
 READY = _daemon("teimgr_ready", "gauge", "1 while /ready is 200: every instance that should run does")
-DISK_USED = _daemon("teimgr_disk_used_ratio", "gauge", "Part of a disk that is in use, by what is on it", "folders")
+DISK_USED = _daemon("teimgr_disk_used_ratio", "gauge", "Part of a disk that is in use, by the folders on it", "folders")
 CERTIFICATE_ENDS = _daemon(
     "teimgr_certificate_end_seconds", "gauge", "Unix time at which the certificate of the listeners ends", "file"
 )
@@ -153,7 +155,7 @@ MUX_SECONDS = _mux(
     "teimgr_mux_call_seconds", "histogram", "Duration of calls", "method", "instance", bounds=_MS_TO_30_S
 )
 MUX_LOOP_HELD = _mux(
-    "teimgr_mux_loop_held_total", "counter", "Times that something held the mux's event loop for over 200 ms"
+    "teimgr_mux_loop_held_total", "counter", "Times that the mux's event loop was blocked for over 200 ms"
 )
 MUX_MEMORY = _mux("teimgr_mux_resident_bytes", "gauge", "Resident memory of the mux")
 LINK_IN_FLIGHT = _mux("teimgr_link_in_flight", "gauge", "Requests over the links that have no answer yet", "instance")
@@ -283,7 +285,7 @@ def to_markdown() -> str:
         "instance's own port (and its `prometheus_port`) has its `te_*` alone and without the label `instance`.",
         "Where an instance has several workers their figures are added up.",
         "",
-        "Of the workers' histograms with more than 15 buckets the page has every third bucket and `+Inf`. Histograms",
+        "For workers' histograms with more than 15 buckets the page has every third bucket and `+Inf`. Histograms",
         "`te_embed_*` and `te_predict_*` are absent for instances without such an input. `?buckets=all` has them all,",
         "as the instance's own port always does.",
         "",

@@ -133,7 +133,7 @@ class Follower:
         return [*found, *self._lines(chunk)]
 
     def _read_on(self, path: Path) -> bytes | None:
-        """What follows in the file at `path`; None if that is not the current one any more."""
+        """Return what was appended to the file at `path`; None if that is no longer the current one."""
         try:
             with path.open("rb") as file:
                 if file.read(len(self._head)) != self._head:

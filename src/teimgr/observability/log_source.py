@@ -53,7 +53,7 @@ class OpenLog(Protocol):
         """Lines [start, end), in batches."""
 
     def live(self) -> AsyncGenerator[Batch]:
-        """What is appended from that moment on; an empty batch at intervals."""
+        """Yield the lines appended from that moment on; an empty batch at intervals."""
 
     async def close(self) -> None:
         """Release what was opened; `past` and `live` have ended."""
@@ -281,7 +281,7 @@ class MergedLog:
                 await stream.close()
 
     async def live(self) -> AsyncGenerator[Batch]:
-        """What comes, from each host as it comes; hosts that join, or return, are read from then on."""
+        """Yield lines as each host sends them; hosts that join or return are included from then on."""
         queue: asyncio.Queue[tuple[str, Batch | None]] = asyncio.Queue(_QUEUED_BATCHES)
         tasks = {host: asyncio.create_task(self._pump(host, each, queue)) for host, each in self._logs.items()}
         looking = asyncio.create_task(self._look_for_more(tasks, queue), name=f"hosts with a log of {self._name}")

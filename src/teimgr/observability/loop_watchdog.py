@@ -25,7 +25,7 @@ _LOOK_S = 0.1
 _LOOKS = 5  # of which the last asks in any case
 _BUSY_PART = 0.8
 _ALARM_S = 600.0
-"""How long a held loop is an alarm."""
+"""Seconds for which a blocked loop stays an alarm."""
 _SHOWN_CHARS = 80
 _COUNTS_BYTES = 96  # of three numbers
 

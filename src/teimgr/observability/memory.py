@@ -109,7 +109,8 @@ def raise_file_limit() -> None:
 
 @cache
 def max_connections() -> int:
-    """How many clients may be connected: half of the files that the process may open. Read once, after the start."""
+    """Return the most clients that may be connected: half of the files that the process may open. Read once at the
+    start."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (limit if limit > 0 else _OPEN_FILES) // 2
 

@@ -21,7 +21,7 @@ TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 
 Attributes = Mapping[str, str | int | float | bool]
-"""Of a span."""
+"""Attributes of a span."""
 
 _SAMPLED, _HAS_TENANT = 1, 2
 _TRACE = struct.Struct("16s8sB")

@@ -11,7 +11,7 @@ from teimgr.errors import Broken, Code, Refused, TeimgrError, TryLater, error_fr
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What leads to an error code and what ends it, one Markdown sentence each."""
+    """The cause of an error code and its remedy, one Markdown sentence each."""
 
     causes: tuple[str, ...]
     remedies: tuple[str, ...]
@@ -85,7 +85,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ("The call asks for something that this kind of model does not do: `/rerank` of an embedding model.",),
             (
                 "`teimgr ps` shows the kind of each instance; name another one.",
-                "Where the files are read wrongly, set `kind` or `pooling` of the instance.",
+                "If the kind was detected wrongly, set `kind` or `pooling` of the instance.",
             ),
         ),
         Code.INVALID_CONFIG: Advice(
@@ -97,12 +97,12 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ("Choose another port, or leave it out: the daemon takes a free one of its range.",),
         ),
         Code.INVALID_INSTANCE_NAME: Advice(
-            ("The name has a character beside `A-Z a-z 0-9 . _ -`, begins with a sign, or has more than 64.",),
+            ("The name has characters other than `A-Z a-z 0-9 . _ -` or more than 64, or begins with a sign.",),
             ("Choose another name.",),
         ),
         Code.INVALID_GPU_ID: Advice(
             (
-                "`gpu_id` names a card that is not there.",
+                "`gpu_id` names a card that does not exist.",
                 "The driver or the container shows no cards: the message has the reason in brackets.",
             ),
             ("`teimgr gpus` lists the cards; leave `gpu_id` out to let the daemon choose.", "Run `teimgr doctor`."),
@@ -133,7 +133,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ("Wait for it: `teimgr models list` shows the state.",),
         ),
         Code.MODEL_IN_USE: Advice(
-            ("The model is to be deleted while instances have it as their model, stopped ones included.",),
+            ("Instances use the model that was to be deleted; stopped ones count too.",),
             ("Delete those instances first, or give them another model.",),
         ),
         Code.INSTANCE_EXISTS: Advice(
@@ -141,11 +141,11 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ("Change it with `teimgr edit`, or delete it with `teimgr rm`.",),
         ),
         Code.ALREADY_RUNNING: Advice(
-            ("Start of an instance that runs or is starting.",),
+            ("The instance to start is running or starting already.",),
             ("`teimgr restart` starts it again, `teimgr wait` waits for it.",),
         ),
         Code.NOT_RUNNING: Advice(
-            ("Stop of an instance, or a wait for one, that is stopped.",), ("`teimgr start NAME --wait` starts it.",)
+            ("The instance to stop, or to wait for, is stopped.",), ("`teimgr start NAME --wait` starts it.",)
         ),
         Code.PORT_CONFLICT: Advice(
             (
@@ -163,7 +163,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             ("The message names it; the references of REST and gRPC list what there is.",),
         ),
         Code.AMBIGUOUS_INSTANCE: Advice(
-            ("The call names no instance, and several run, or none does.",),
+            ("The call names no instance, and several instances run, or none.",),
             (
                 "Give `model` in the body, `--instance` on the command line, or the metadata `x-teimgr-instance`.",
                 "`teimgr ps` shows which instances run.",
@@ -202,18 +202,18 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
         ),
         Code.OBJECT_NOT_FOUND: Advice(
             (
-                "The id of a file or batch is mistyped, or another API key made it: each key sees its own alone.",
+                "The id of a file or batch is mistyped, or another API key made it: each key sees only its own.",
                 "It was deleted, or has expired (`expires_after`, `batches.retention_days`).",
             ),
             ("`GET /v1/files` and `GET /v1/batches` list what this key has.",),
         ),
         Code.OBJECT_IN_USE: Advice(
-            ("A file is the input of a batch that has not ended.", "A batch that has ended was to be cancelled."),
+            ("A file is the input of a batch that has not ended.", "The batch to cancel has ended already."),
             ("Cancel the batch, or wait for its end; `GET /v1/batches/{id}` has its status.",),
         ),
         Code.SPACE_DIFFERS: Advice(
             (
-                "The model's files, pooling, prompts, lengths or dimensions are others than when the index was made, "
+                "The model's files, pooling, prompts, lengths or dimensions differ from those of the index, "
                 "or the call went to another instance, or its precision is coarser than the request allows.",
             ),
             (
@@ -263,7 +263,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
             (
                 "The cgroup of the daemon (a container's limit, `MemoryMax=` of a unit) or the host has less memory "
                 "than its workers took; the message has the limit and what the worker held.",
-                "Others in the same cgroup or on the host take the memory.",
+                "Other processes in the same cgroup or on the host use the memory.",
             ),
             (
                 "Raise the limit, stop an instance or load some on demand; `teimgr plan` shows what each takes.",
@@ -295,7 +295,7 @@ ADVICE: Mapping[Code, Advice] = MappingProxyType(
         ),
         Code.CANCELLED: Advice(
             ("The client closed its connection or cancelled the call.", "The client did not read the reply."),
-            ("None is needed where the client meant it; else raise the client's own timeout.",),
+            ("None if the client meant to cancel; otherwise raise the client's timeout.",),
         ),
         Code.STATE_NOT_SAVED: Advice(
             ("The state file cannot be written: the disk is full, or the folder is read-only or another user's.",),

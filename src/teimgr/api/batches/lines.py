@@ -152,7 +152,7 @@ CheckModel = Callable[[str], None]
 
 
 class Validated(NamedTuple):
-    """What was found: the requests counted, the model where all name the same, and the faults."""
+    """The result of validation: the number of requests, the model if all name the same, and the faults."""
 
     total: int
     model: str | None

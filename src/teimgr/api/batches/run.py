@@ -115,7 +115,7 @@ _BODIES_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class RunTools:
-    """What all runs share. `max_line_bytes` bounds a line of an input file."""
+    """Shared by all runs. `max_line_bytes` bounds a line of an input file."""
 
     files: FileStore
     store: BatchStore

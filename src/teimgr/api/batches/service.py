@@ -43,7 +43,7 @@ ENDPOINTS: dict[str, DialectPath] = {
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What a caller asked for. `output_lifetime_s` is None for the default lifetime."""
+    """The caller's request for a batch. `output_lifetime_s` is None for the default lifetime."""
 
     input_file_id: str
     endpoint: str

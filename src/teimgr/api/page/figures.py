@@ -112,7 +112,7 @@ class Figures:
 
     @property
     def refuses_for_s(self) -> float:
-        """How long calls have been refused, with pauses of at most a minute; 0 if none are."""
+        """Return the seconds for which calls have been refused, with pauses of at most a minute; 0 if none are."""
         return self.now.time - self._refusing_since if self.now and self._refusing_since is not None else 0.0
 
     def append(self, point: Point, by_duration: list[int], *, is_fine: bool) -> None:

@@ -76,7 +76,7 @@ class Page:
         return self._sampler.running()
 
     def routes(self) -> PageRoutes:
-        """What `create_app` takes."""
+        """The arguments of `create_app`."""
         pages: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self._home,
             "/ui/fleet": self._fleet,
@@ -413,7 +413,7 @@ class Page:
 
 
 def _callers(request: Request) -> Values:
-    """What a caller needs besides the address of HTTP, by the name under which the page is reached."""
+    """Return the addresses that a caller needs besides HTTP's, by the name under which the page is reached."""
     settings: Settings = request.app.state.settings
     host = urlsplit(f"//{request.headers.get('host', 'localhost')}").hostname or "localhost"
     return {
@@ -444,7 +444,7 @@ def _local_path(path: str) -> str:
 
 
 def _playable(view: InstanceView) -> Values | None:
-    """What the playground offers for an instance; None for one that does not run."""
+    """Return the playground's entry of an instance; None if it does not run."""
     if view.state is not State.RUNNING or view.model is None:
         return None
     model = view.model

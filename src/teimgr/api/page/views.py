@@ -186,7 +186,7 @@ def navigation(caller: Caller) -> list[tuple[str, str, str]]:
 
 
 def rights_of(caller: Caller, *, can_write: bool = True) -> Values:
-    """What the page offers to the caller; the routes decide again at each request."""
+    """The actions that the page offers to the caller; the routes decide again at each request."""
     return {
         "name": caller.name,
         "is_anonymous": caller is ANONYMOUS,
@@ -213,7 +213,8 @@ _APPLIED_SHOWN = 20
 
 
 async def scaling_values(request: Request, manager: Manager) -> dict[str, Any]:
-    """What the template shows of the instances that the caller may see; nothing of parts that the daemon lacks."""
+    """Return the template's values about the instances that the caller may see; nothing about parts that the daemon
+    lacks."""
     covers = caller_of(request.scope).covers
     state = request.app.state
     autoscaler: Autoscaler | None = state.autoscaler

@@ -84,7 +84,7 @@ class Permission(NamedTuple):
 
 
 class MatchedRoute(NamedTuple):
-    """What a request requires: the permission of its route, what its path names, and the route's template."""
+    """The requirements of a request: the permission of its route, the names in its path, and the route's template."""
 
     permission: Permission
     named: Mapping[str, str] = MappingProxyType({})
@@ -204,7 +204,7 @@ class RoutePermissions:
         self._cached = lru_cache(_CACHED_PATHS)(self._match)
 
     def of(self, method: str, path: str, policy: Policy) -> MatchedRoute:
-        """What this request requires under `policy`."""
+        """Return the requirements of this request under `policy`."""
         if len(path) > MAX_PATH_BYTES:  # it is refused
             return MatchedRoute(KNOWN)
         match = self._cached if len(path) <= _CACHED_CHARS else self._match
@@ -264,7 +264,7 @@ class Access:
                 self._checked.popitem(last=False)
 
     def route(self, method: str, path: str) -> MatchedRoute:
-        """What a request requires under the policy in force."""
+        """Return the requirements of a request under the policy in force."""
         return self._permissions.of(method, path, self.policy.now)
 
     def check_command(self, scope: Scope) -> None:

@@ -118,7 +118,7 @@ _GENERATION = ("/completions", "/responses", "/generate", "/chat", "/messages")
 
 
 def _hint(request: Request) -> str:
-    """What the caller of an unknown route may have meant; empty where nothing is near."""
+    """Return routes that the caller of an unknown one may have meant; empty if none is similar."""
     path = request.url.path.rstrip("/")
     if path.endswith(_GENERATION):
         return ": teimgr generates no texts; it embeds, reranks and classifies them"

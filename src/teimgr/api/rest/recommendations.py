@@ -31,7 +31,7 @@ Window = Annotated[
 
 
 class Expected(BaseModel):
-    """What a change should bring, by which it is judged."""
+    """The expected effect of a change, by which it is judged."""
 
     metric: Literal["tokens_per_second", "waiting_seconds", "held_bytes", "known_share"]
     relation: Literal["at_least", "at_most"]

@@ -33,7 +33,7 @@ _MAX_SAMPLES = 100
 
 
 def rates_key(view: InstanceView, workers: Iterable[WorkerView]) -> str:
-    """What the rates of an instance's workers are of, as one text."""
+    """Return the key of the rates of an instance's workers, as one text."""
     spec = view.spec
     device = f"cpu of {usable_cores()}" if any(each.gpu is None for each in workers) else "gpu"
     facts = (spec.model_id, spec.revision, spec.dtype, spec.max_batch_tokens, spec.threads, device, engine_version())
@@ -55,7 +55,7 @@ class MeasuredRates:
             log.warning("measured rates cannot be read, and are measured again: %s", error)
 
     def seen(self, key: str) -> Seen:
-        """What the policy begins with: the measured rates, and nothing else."""
+        """Return the policy's initial state: only the measured rates."""
         if (known := self._rates.get(key)) is None:
             return Seen()
         return Seen(rate=known[0], totals=known[1])
@@ -146,7 +146,7 @@ class _Sums(NamedTuple):
 
 @dataclass(slots=True)
 class _Course:
-    """What has been seen of an instance, and the change of its replicas that is under way."""
+    """The observations of an instance, and the present change of its replicas."""
 
     seen: Seen = field(default_factory=Seen)
     workers: dict[str, _Sums] = field(default_factory=dict)

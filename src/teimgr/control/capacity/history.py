@@ -27,7 +27,7 @@ _NOTHING = (0.0,) * (len(_COUNTS) + _BUCKETS)
 
 
 class Counters(Protocol):
-    """What a worker reports about itself."""
+    """A worker's report about itself."""
 
     @property
     def instance(self) -> str: ...
@@ -40,7 +40,7 @@ class Counters(Protocol):
 
 
 Stats = Callable[[Collection[str] | None], Awaitable[Sequence[Counters]]]
-"""What the workers of these instances report, or those of all."""
+"""Reads the reports of the workers of these instances, or of all."""
 
 
 def by_instance(found: Iterable[Counters]) -> defaultdict[str, list[Counters]]:
@@ -96,7 +96,7 @@ class History:
         self._readings.append(_Reading(now, tuple(grown), queued, len(found)))
 
     def observe(self, view: InstanceView, memory: Memory, window_s: float, pays: bool = True) -> Observation:
-        """What was seen in the last `window_s` seconds, or since the last change of keys."""
+        """Return the observations of the last `window_s` seconds, or since the last change of keys."""
         readings = [each for each in self._readings if each.at >= self._readings[-1].at - window_s]
         if not readings:
             return unseen(view, memory)

@@ -102,7 +102,7 @@ class Observation:
 
 
 class Expectation(NamedTuple):
-    """What a change should bring: `metric` is to be at least, or at most, `value`."""
+    """The expected effect of a change: `metric` must be at least, or at most, `value`."""
 
     metric: Metric
     relation: Literal["at_least", "at_most"]
@@ -131,7 +131,7 @@ class Recommendation:
 
 
 def recommend(seen: Observation) -> list[Recommendation]:
-    """What to change about an instance, by the rules in the order of `KINDS`."""
+    """Return the recommended changes of an instance, by the rules in the order of `KINDS`."""
     if seen.span_s <= 0 or not seen.replicas:
         return []
     rules: tuple[Callable[[Observation], Iterator[Recommendation]], ...] = (

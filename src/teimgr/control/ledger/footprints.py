@@ -32,7 +32,7 @@ from teimgr.spec import CPU_BATCH_TOKENS, CPU_TEMPORARY_BYTES, GRAPH_TOKENS, Kin
 
 log = logging.getLogger(__name__)
 ASSUMED = Footprint(host_bytes=2 << 30, source="assumed")
-"""Of a model whose files are not on this host yet."""
+"""Assumed bytes of a model whose files are not on this host yet."""
 ASSUMED_ON_CARD = Footprint(host_bytes=2 << 30, device_bytes=2 << 30, source="assumed")
 _MIB = 1 << 20
 _PROCESS_BYTES = 34 * _MIB  # what a forked worker writes of the pages that it has from the fork server
@@ -51,9 +51,9 @@ _KIND_BYTES = {
 _STATIC_PROCESS_BYTES = 18 * _MIB  # one that never runs a transformer
 _CARD_PROCESS_BYTES = 1200 * _MIB  # with a CUDA context
 CONTEXT_BYTES = 640 * _MIB
-"""Of a process on a card, beside what its allocator holds."""
+"""Bytes of a process on a card besides those of its allocator."""
 FIRST_CALLS_BYTES = 9 * _MIB // 2
-"""What a loaded worker takes once calls of all its interfaces have come: 2.3 to 4.3 MiB in `bench forty`'s models."""
+"""Growth of a loaded worker after calls of all interfaces: 2.3 to 4.3 MiB in `bench forty`'s models."""
 _MAX_FIGURES = 10_000
 _SAME = 0.02
 """A later measurement within this part of the kept figure is not written again."""
@@ -123,7 +123,7 @@ def predicted(sizes: WeightSizes, dtype: str, max_batch_tokens: int, *, on_card:
 
 
 def batch_bytes(sizes: WeightSizes, max_batch_tokens: int) -> int:
-    """What the largest batch takes on a CPU beside the model, which a worker gives back while it is idle."""
+    """Return the bytes of the largest batch on a CPU besides the model, which an idle worker gives back."""
     return _STATIC_BATCH_BYTES if sizes.is_static else _batch_bytes(sizes, max_batch_tokens, on_card=False)
 
 
@@ -140,7 +140,7 @@ def _with_margin(host: int, extra_while_loading: int) -> Footprint:
 
 
 class ModelOptions(Protocol):
-    """What a footprint depends on, of an `InstanceSpec` or a `WorkerSpec`."""
+    """The settings of an `InstanceSpec` or `WorkerSpec` on which a footprint depends."""
 
     @property
     def model_id(self) -> str: ...
@@ -242,7 +242,7 @@ class Footprints:
         return most
 
     def load_seconds(self, spec: ModelOptions) -> float | None:
-        """How long it takes until a model serves, by earlier loads; None without one."""
+        """Return the seconds until a model serves, from earlier loads; None without one."""
         return self._load_seconds.get(_load_key(spec))
 
     def learn_load(self, spec: ModelOptions, seconds: float) -> float:
@@ -275,7 +275,7 @@ class Footprints:
 
 
 def figure_key(spec: ModelOptions, identity: str, device_kind: str) -> str:
-    """What a measured figure is of, as one text."""
+    """Return the key of a measured figure, as one text."""
     sizes = str(spec.max_batch_tokens) + (f"+{spec.cache_bytes}" if spec.cache_bytes else "")
     return "|".join((spec.model_id, identity, spec.dtype, device_kind, engine_version(), sizes))
 

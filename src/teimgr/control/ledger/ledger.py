@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 HEADROOM_BYTES = 128 << 20
-"""Of what the system reports free on a host, left to the daemon and others; a budget is exact and keeps none."""
+"""Memory that is kept free of what the system reports free on a host; a budget is exact and keeps none."""
 _MIB = 2**20
 
 
@@ -94,7 +94,7 @@ class Overrun:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """What one worker holds. Only the ledger changes it."""
+    """The memory held by one worker. Only the ledger changes it."""
 
     instance: str
     replica: int
@@ -105,7 +105,7 @@ class Reservation:
     shown: dict[str, int] = field(default_factory=dict)  # of that, what the last report of each device includes
 
     def bytes_on(self, device: str) -> int:
-        """What it holds of a device."""
+        """Return the bytes that it holds of a device."""
         return needed_on(self.footprint, self.place, device, is_loaded=self.is_settled)
 
     def show(self, device: str) -> None:
@@ -128,7 +128,7 @@ class Account:
 
     @property
     def reserved_bytes(self) -> int:
-        """What workers hold of it."""
+        """Return the bytes that workers hold of it."""
         return sum(each.bytes_on(self.device) for each in self.held)
 
     @property
@@ -316,7 +316,7 @@ class Ledger:
 
 
 def needed_on(footprint: Footprint, place: Place, device: str, *, is_loaded: bool = False) -> int:
-    """What a worker at `place` takes of a device: the most until it is loaded, then what it keeps."""
+    """Return a worker's bytes of a device at `place`: the most until it is loaded, then what it keeps."""
     if device == place.gpu:
         return footprint.device_bytes
     return footprint.host_bytes if is_loaded else footprint.peak_bytes

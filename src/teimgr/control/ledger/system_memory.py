@@ -48,7 +48,7 @@ class CgroupMemory:
         """Folders with their files, of each version the nearest first."""
 
     def free_bytes(self) -> int | None:
-        """What the limits leave; None without a limit. Cache of files counts as free, as in the host's MemAvailable."""
+        """Return the bytes left by the limits, None without one. File cache counts as free, as in MemAvailable."""
         limited = (_limit_and_use(*each) for each in self.groups)
         return min((max(0, limit - used) for limit, used in filter(None, limited)), default=None)
 
@@ -57,7 +57,7 @@ class CgroupMemory:
         return min(filter(None, (_limit_and_use(*each) for each in self.groups)), default=None)
 
     def kills(self) -> int:
-        """How many processes the kernel has killed for memory here so far; of the whole host where no cgroup counts."""
+        """Return how many processes the kernel has killed for memory here; of the whole host if no cgroup counts."""
         for group, files in self.groups:
             if (found := _count(group / files.kills)) is not None:
                 return found
@@ -80,13 +80,13 @@ def host_memory() -> tuple[int, int]:
 
 
 def memory_label() -> str:
-    """What a reason calls the memory of this host."""
+    """Return the name of this host's memory in reasons."""
     limit = _limit_below(_meminfo_bytes("MemTotal") or 0, CgroupMemory())
     return "host memory" if limit is None else f"host memory (the cgroup allows {gib(limit[0])})"
 
 
 def allowed_memory(group: CgroupMemory) -> str:
-    """What bounds the memory of a process, as in `the cgroup allows 1.4 GiB`."""
+    """Describe the limit of a process's memory, as in `the cgroup allows 1.4 GiB`."""
     total = _meminfo_bytes("MemTotal") or 0
     limit = _limit_below(total, group)
     return f"this host has {gib(total)}" if limit is None else f"the cgroup allows {gib(limit[0])}"

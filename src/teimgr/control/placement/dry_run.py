@@ -68,7 +68,7 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What would happen."""
+    """The result of a plan."""
 
     workers: tuple[PlannedWorker, ...]
     evictions: tuple[Eviction, ...]

@@ -54,7 +54,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Rebalancing:
-    """What moves, in this order, and what stays."""
+    """The moves in order, and the workers that stay."""
 
     moves: tuple[Move, ...]
     stays: tuple[Stay, ...]
@@ -134,7 +134,7 @@ class _Fleet:
         return others_in(worker.spec, self.inventory, without, alive, footprint, beside)
 
     def _gain(self, here: Place, there: Place, takes: Footprint, others: Others) -> str:
-        """What the fleet gains by a move, in words; empty for nothing."""
+        """Describe the gain of a move for the fleet; empty without one."""
         if here.gpu is None and there.gpu is not None:
             return "a card is there"
         for count, from_, to in (

@@ -137,14 +137,14 @@ class Planner:
             self.memory.ledger.report(card.uuid, label, card.memory_total_bytes, free, is_card=True)
 
     def bytes_on_card(self, gpu: str | None, pid: int, allocated: int) -> int:
-        """What a worker takes of its card: by the driver, or what its allocator holds and a context."""
+        """Return a worker's bytes of its card: by the driver, or its allocator's and those of a context."""
         if gpu is None:
             return 0
         card = next((card for card in self.inventory.gpus if card.uuid == gpu), None)
         return (card.memory_of.get(pid) if card else None) or allocated + CONTEXT_BYTES
 
     def device_kind(self, gpu: str | None) -> str:
-        """As the function, of the card with this UUID."""
+        """Like the function, for the card with this UUID."""
         card = next((card for card in self.inventory.gpus if card.uuid == gpu), None)
         return "gpu" if gpu is not None and card is None else device_kind(card)
 
@@ -210,7 +210,7 @@ class Planner:
         return CpuThreads(fair_share(cores, workers), cores)
 
     def load_limit(self, device: str | None) -> int:
-        """How many workers may load on a card, or on a host's CPU, at a time; the ledger says whether they fit."""
+        """Return how many workers may load on a card or a host's CPU at a time; the ledger checks whether they fit."""
         if device is None:
             return self._cores
         host = self._host(device)

@@ -163,7 +163,7 @@ class ModelStatus(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadProgress:
-    """How far a download is; what is not known yet is absent."""
+    """The progress of a download; unknown values are absent."""
 
     # waiting: for another download to end. Bytes of before count as done, and not towards the rate.
     phase: Literal["waiting", "listing", "fetching", "done"]
@@ -177,7 +177,7 @@ class DownloadProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What the last passed trial measured; what could not be measured is absent. Sizes are bytes, times seconds."""
+    """The measurements of the last passed trial; missing ones are absent. Sizes are bytes, times seconds."""
 
     # start_s is from launch to ready, load_s the part of it that read the model. Memory is the worker's: peak_rss_bytes
     # and private_bytes on the host, device_bytes on its GPU. Speed is that of short and medium texts, one per call.

@@ -342,7 +342,7 @@ class Registry:
         return self._given_cache
 
     def _find(self, model_id: str, revision: str | None) -> Snapshot | None:
-        """What a worker would load. Reads the disk."""
+        """Return what a worker would load. Reads the disk."""
         if disk.is_directory(model_id):
             return disk.find_directory(model_id)
         found = self._cache.find(model_id, revision)
@@ -378,7 +378,7 @@ class Registry:
     def _on_disk(
         self, model_id: str, revision: str | None
     ) -> tuple[Snapshot | None, tuple[Snapshot, ...], dict[str, Any] | None]:
-        """What a worker would load, all cached commits, and the metadata. Reads the disk."""
+        """Return what a worker would load, all cached commits, and the metadata. Reads the disk."""
         snapshot = self._find(model_id, revision)
         if snapshot is None:
             return None, (), None
@@ -395,7 +395,7 @@ class Registry:
 
 
 def _how_to_get(model_id: str, snapshot: Snapshot | None) -> str:
-    """What is missing of a model that cannot be loaded, and what to do about it."""
+    """Say what a model that cannot be loaded lacks, and how to fix it."""
     fault = None if snapshot is None else _fault(snapshot)
     if disk.is_directory(model_id):
         if snapshot is None:

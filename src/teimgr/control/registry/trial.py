@@ -31,7 +31,7 @@ CALLS_AT_A_TIME = 32
 _CALL_LIMIT_S = 60.0
 _STATS_LIMIT_S = 5.0
 COMPARE_LIMIT_S = 120.0
-"""Of the comparison with a library, which the trial passes without."""
+"""Time limit of the comparison with a library; the trial passes without it."""
 _SPARED_S = 2.0  # of a trial's time, for its end
 _EXIT_REPORT_S = 2.0
 _TEXTS = (

@@ -31,7 +31,7 @@ class Terms:
 
 
 def terms_of(spec: InstanceSpec) -> Terms:
-    """What an instance's spec declares."""
+    """Return the declaration in an instance's spec."""
     return Terms(on_demand=spec.load == "on_demand", pinned=spec.pinned, idle_timeout_s=float(spec.idle_timeout_secs))
 
 

@@ -34,7 +34,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How long a tenant's calls ask that a model stay after them, None: as declared; `at` is its last call."""
+    """The time that a tenant's calls ask a model to stay, None: as declared; `at` is its last call."""
 
     seconds: float | None
     at: float
@@ -122,7 +122,7 @@ class Model:
         return self.hits * math.exp((self.hits_at - now) / RATE_MEMORY_S) / RATE_MEMORY_S
 
     def value(self, now: float) -> float:
-        """What keeping it saves: seconds of reload a second, for each GiB of its memory."""
+        """Return the value of keeping it: seconds of reload saved per second, for each GiB of its memory."""
         return self.load_s * self.rate(now) / max(self.bytes or self.needed_bytes, 1) * _GIB
 
     def stay(self) -> tuple[float, float | None]:
@@ -322,7 +322,7 @@ def waiting_for_room(fleet: Fleet) -> list[Model]:
 
 
 def time_left_s(model: Model, now: float) -> float | None:
-    """How long it will take until the model serves, by its last load; None if that was not measured."""
+    """Return the seconds until the model serves, by its last load; None if that was not measured."""
     load_s = model.terms.load_s
     if load_s is None:
         return None

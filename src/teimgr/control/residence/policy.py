@@ -58,7 +58,7 @@ from teimgr.control.residence.room import NOT_WANTED, give_up, load, make_rooms,
 MAX_WAITING = 1024
 """Calls that may wait for one model; those of a key leave room for others (`leaves_room`)."""
 COME_AGAIN_S = 5.0
-"""How long after its `Retry-After` a refused caller may still retry; until then its model is loaded."""
+"""Time after its `Retry-After` in which a refused caller may retry; its model is loaded until then."""
 
 
 def decide(fleet: Fleet, event: Event, now: float) -> list[Decision]:

@@ -58,7 +58,7 @@ class Rehearsal:
         self._tell(Loaded(name) if is_loaded else Unloaded(name))
 
     def relieve(self, name: str, needed_bytes: int, free_bytes: int, held: Mapping[str, int]) -> Relief:
-        """What `Residence.relieve` would do for a load that the ledger has refused."""
+        """Return what `Residence.relieve` would do for a load that the ledger has refused."""
         unloaded: list[Unload] = []
         pending = self._tell(NoRoom(name, needed_bytes, free_bytes, held))
         for _ in range(_MAX_TICKS):

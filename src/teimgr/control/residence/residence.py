@@ -69,12 +69,12 @@ from teimgr.wire.tenants.table import ANONYMOUS
 log = logging.getLogger(__name__)
 
 COUNT_INTERVAL_S = 2.0
-"""How often the workers of loaded on-demand models are asked for their calls; while one waits for memory more often."""
+"""Interval of asking the workers of loaded on-demand models for their calls; shorter while a load waits for memory."""
 _URGENT_INTERVAL_S = 0.05
 _ITEMS_AT_ONCE = 64  # events that are handled before the time is read again, and in one turn of the loop
 _LOAD_AGAIN_S = 1.0  # a load that was refused before a worker started is tried again for calls after this time
 WAIT_LIMIT_S = 300.0
-"""How long a call without a deadline waits for its model."""
+"""Time that a call without a deadline waits for its model."""
 
 
 class _RefusedLoad(NamedTuple):
@@ -97,7 +97,8 @@ class Owner(Protocol):
         """The spec of an instance, None if it does not exist."""
 
     def load_seconds(self, name: str) -> float | None:
-        """How long its model takes to load, by earlier loads, those of earlier daemons included; None without one."""
+        """Return the load time of its model, from earlier loads, including those of earlier daemons; None without
+        one."""
 
     def learn_load(self, name: str, seconds: float) -> None:
         """Keep how long a load took."""
@@ -128,10 +129,10 @@ class Owner(Protocol):
 
 
 class Tenants(Protocol):
-    """What is known of the tenants."""
+    """Facts about the tenants."""
 
     def callers(self, instance: str) -> Mapping[int, int]:
-        """How much the workers of an instance have computed for each tenant, a number that grows."""
+        """Return how much an instance's workers have computed for each tenant so far."""
 
     def badge(self, tenant: int) -> str:
         """A lasting pseudonym of a tenant; "" for calls without a key."""
@@ -388,7 +389,7 @@ class Residence:
     # Events
 
     def _on_entry(self, name: str, entry: RouteEntry | None) -> None:
-        """What the directory says of an instance, as an event."""
+        """Return the directory's entry of an instance as an event."""
         spec = self._owner.spec(name)
         if entry is None or spec is None:
             self._entries.pop(name, None)

@@ -64,7 +64,7 @@ def risk_of_fewer_bits(model: Model) -> str | None:
 
 
 def preference(model: Model) -> Preference:
-    """What to try first for `model`."""
+    """Return the dtypes to try first for `model`."""
     if isinstance(model.backbone, StaticTable):
         return Preference(torch.float32, "rows of a table are looked up, not computed", {})
     if (risk := risk_of_fewer_bits(model)) is not None:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 MAX_FILES = 32
 MAX_BYTES = 2 * 1024 * 1024
-"""Of a file; larger results are not kept."""
+"""The most bytes of a file; larger results are not kept."""
 _MAX_MODEL_FILES = 1000  # a folder with more is not a model's alone, and looking at all takes too long
 _FORMAT = 3
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -65,7 +65,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowInputs:
-    """What a graph reads, on the device: ids, positions and types int64 [tokens], borders int32 [texts + 1]."""
+    """The inputs of a graph on the device: ids, positions and types int64 [tokens], borders int32 [texts + 1]."""
 
     ids: Tensor
     positions: Tensor

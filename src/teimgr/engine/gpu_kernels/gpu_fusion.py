@@ -47,7 +47,7 @@ class Fusion:
 
     @property
     def norms(self) -> int:
-        """How many normalisations were fused."""
+        """The number of fused normalisations."""
         return sum(isinstance(getattr(each.parent, each.name), (ResidualNorm, RmsNorm)) for each in self._replaced)
 
     def replace(self, parent: nn.Module, name: str, module: nn.Module) -> None:
@@ -92,7 +92,7 @@ def fuse(model: nn.Module, norms: Norms | None = None) -> Fusion:
 
 
 def _norm(module: Any, norms: Norms) -> nn.Module | None:
-    """What takes the place of a module that normalises; None for another one, or without a kernel for it."""
+    """Return the replacement of a normalising module; None for other modules, or without a kernel for it."""
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         weight = module.weight
         shape = NormShape(len(weight), weight.dtype, is_rms=True, adds=False, has_bias=False)
@@ -116,7 +116,7 @@ def _shared(layers: Sequence[nn.Module | None]) -> SharedProjection | None:
 
 
 class _Product(threading.local):
-    """Of one thread: the input of a product, and the parts of it that were not asked for yet."""
+    """The state of one thread: the input of a product, and its parts that were not requested yet."""
 
     def __init__(self) -> None:
         self.input: Tensor | None = None

@@ -31,7 +31,7 @@ _FARTHEST = 0.02  # from torch's own float32 result, whose numbers are about 1
 
 
 class NormShape(NamedTuple):
-    """What a kernel is compiled for."""
+    """The parameters for which a kernel is compiled."""
 
     width: int
     dtype: torch.dtype

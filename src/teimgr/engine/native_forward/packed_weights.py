@@ -91,7 +91,7 @@ def _are_same_in(dtype: torch.dtype, numbers: Tensor) -> bool:
 
 
 def _largest_sums(weights: Tensor) -> Tensor:
-    """Of each row the largest sum of the weights of one sign whose products are summed in 16 bits."""
+    """Return the largest sum per row of the weights of one sign whose products are summed in 16 bits."""
     summed = functional.pad(weights, (0, -weights.shape[1] % 8)).view(len(weights), -1, 2, 2, 2)
     return torch.maximum(*(each.clamp_min(0).sum(dim=(2, 4)) for each in (summed, -summed))).flatten(1).amax(dim=1)
 

@@ -66,7 +66,8 @@ class SoundTower(nn.Module):
         return functional.normalize(torch.stack([each.mean(dim=0) for each in torch.split(windows, lengths)]), dim=-1)
 
     def _of_windows(self, spectrograms: Tensor) -> Tensor:
-        """Of length 1: float32 [windows, spectrograms, frames, mels] → float32 [windows, width of a vector]."""
+        """Compute vectors of length 1: float32 [windows, spectrograms, frames, mels] → float32 [windows, vector
+        width]."""
         parameter = next(self.audio.parameters())
         given = spectrograms.to(parameter.device, parameter.dtype)
         is_longer = torch.full((len(given), 1), given.shape[1] == _SPECTROGRAMS, device=given.device)

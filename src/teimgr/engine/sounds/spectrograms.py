@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from teimgr.models.layout import SoundSteps
 
 Spectrograms = NDArray[np.float32]
-"""Of one sound: [windows, 1, frames, mels], with fusion [1, 1, frames, mels], or [1, 4, frames, mels] of a long one."""
+"""Spectrograms of a sound: [windows, 1, frames, mels]; with fusion [1, 1, frames, mels], or [1, 4, …] of a long one."""
 _FRAMES_AT_ONCE = 512
 _MIN_POWER = 1e-10
 

@@ -214,7 +214,7 @@ def _backwards(pattern: re.Pattern[str], text: str, begin: int, end: int) -> Ite
 
 
 def _bert_places(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """What begins a word of BERT's, or is one; None for other tokenizers."""
+    """Return the pattern of BERT's words and of their beginnings; None for other tokenizers."""
     words = list(flattened(step_of(tokenizer.pre_tokenizer), "pretokenizers"))
     normalizers = list(flattened(step_of(tokenizer.normalizer), "normalizers"))
     if type(tokenizer.model).__name__ != "WordPiece" or [part["type"] for part in words] != ["BertPreTokenizer"]:

@@ -431,7 +431,7 @@ class TextTokenizer:
         return self.max_length if self._roles is None else self._roles[options.query].limit
 
     def _prefix_tokens(self, options: TokenizeOptions) -> int:
-        """Of the role on a late-interaction model."""
+        """Return the number of prefix tokens of the role on a late-interaction model; else 0."""
         return 0 if self._roles is None else len(self._roles[options.query].prefix)
 
     def _check_characters(self, given: int) -> InvalidInput | None:
@@ -540,7 +540,7 @@ class TextTokenizer:
     def _of_native(
         self, ids: NDArray[np.int32], ends: NDArray[np.int64], options: TokenizeOptions, prompt_tokens: int
     ) -> TokenizedTexts:
-        """What the native WordPiece found; texts that it does not cover are missing."""
+        """Return what the native WordPiece found; texts that it does not cover are missing."""
         begins = np.zeros(len(ends), np.int64)
         begins[1:] = ends[:-1]
         types = np.zeros(len(ids), np.uint8) if self._type_ids else None
@@ -712,7 +712,7 @@ def _ids_of(lists: Sequence[list[int]]) -> NDArray[np.int32]:
 
 
 def _any_within(marks: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Of consecutive parts that end at `ends`, which have a mark: bool of the shape of `ends`."""
+    """Return which of the consecutive parts that end at `ends` have a mark: bool of the shape of `ends`."""
     found = np.zeros(len(ends), np.bool_)
     found[np.searchsorted(ends, np.flatnonzero(marks), side="right")] = True
     return found

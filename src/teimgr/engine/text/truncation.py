@@ -47,7 +47,7 @@ class Truncation(NamedTuple):
         return np.flatnonzero(stays)
 
     def counts(self, half_of: NDArray[np.int8]) -> tuple[int, int]:
-        """How many tokens of the first and of the second half stay; a single text is a first half."""
+        """Return how many tokens of the first and second half stay; a single text is a first half."""
         first, second = (int((half_of == half).sum()) for half in (0, 1))
         room = self.room(half_of)
         if first + second <= room:

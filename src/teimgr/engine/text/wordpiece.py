@@ -290,7 +290,7 @@ def _supported(tokenizer: Tokenizer, spec: dict[str, Any], specials: bool) -> bo
 
 
 def _byte_kinds(tokenizer: Tokenizer) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """What the tokenizer makes of each ASCII character between two letters, and the character in its place."""
+    """Return what the tokenizer makes of each ASCII character between two letters, and its replacement."""
     kinds, mapped = np.zeros(128, np.uint8), np.arange(128, dtype=np.uint8)
     for code in range(128):
         text = f"a{chr(code)}a"

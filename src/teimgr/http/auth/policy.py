@@ -56,7 +56,7 @@ _SHORT_NAMES = {
 
 
 class Right(str, Enum):
-    """What a caller may do; no right includes another."""
+    """A right of a caller; no right includes another."""
 
     ADMIN = "admin"  # change the fleet, its models and its settings
     INFERENCE = "inference"  # send inference requests

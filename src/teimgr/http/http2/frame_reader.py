@@ -151,7 +151,7 @@ class FrameReader:
 
     @property
     def open_streams(self) -> int:
-        """How many streams SETTINGS may concern."""
+        """Number of streams that SETTINGS may affect."""
         raise NotImplementedError
 
     def _on_frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
@@ -163,7 +163,7 @@ class FrameReader:
         raise NotImplementedError
 
     def _on_data(self, number: int, payload: Payload, end: bool) -> None:
-        """What has come of a DATA frame; `end`: it is the last of the stream."""
+        """Take a part of a DATA frame; `end`: it is the last of the stream."""
         raise NotImplementedError
 
     def _read_frame(self, units: float) -> int:

@@ -72,7 +72,7 @@ _SETTINGS_PER_CONTROL = 16
 
 
 class Receiver(Protocol):
-    """What a connection does with received frames; numbers are those of streams."""
+    """The reactions of a connection to received frames; numbers are those of streams."""
 
     def on_request(self, number: int, headers: Headers) -> bool:
         """A stream is opened; False refuses it unprocessed."""

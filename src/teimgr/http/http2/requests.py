@@ -30,7 +30,7 @@ _WITHOUT_BODY = (204, 304)
 _TEXT = {"content-type": "text/plain; charset=utf-8"}
 
 PeerScope = Callable[[asyncio.Transport], dict[str, Any]]
-"""What a connection's peer adds to the scope of its requests."""
+"""Additions of a connection's peer to the scope of its requests."""
 
 
 def protocol(state: ServerConnections, ticket: Ticket, peer_scope: PeerScope | None = None) -> Connection:

@@ -84,7 +84,7 @@ class ReceiveBuffer:
         return self.take(min(size, len(self._data)))
 
     async def read_some(self) -> bytes | bytearray:
-        """What was received and not read, at least a byte; none at the end of the stream. Raises as `read`."""
+        """Return the received bytes, at least one; none at the end of the stream. Raises as `read`."""
         while not self._data and not self.has_ended:
             await self._wait()
         return self.take()
@@ -259,7 +259,8 @@ class Stream:
         self._ahead += size
 
     def read_ahead(self, size: int) -> int:
-        """How many of `size` bytes that were read now the connection had opened its window for; each counts once."""
+        """Return how many of `size` bytes just read were covered by the enlarged connection window; each counts
+        once."""
         ahead = min(self._ahead, size)
         self._ahead -= ahead
         return ahead
