@@ -126,7 +126,7 @@ class TryLater(TeimgrError):
 
 
 class Broken(TeimgrError):
-    """A failure on our side."""
+    """A failure of the server."""
 
 
 class ValidationError(Refused, code=Code.VALIDATION_ERROR):
@@ -237,28 +237,28 @@ class InstanceExists(Refused, code=Code.INSTANCE_EXISTS):
 
 
 class AlreadyRunning(Refused, code=Code.ALREADY_RUNNING):
-    """Start of an instance that is running or starting."""
+    """The instance to start is running or starting already."""
 
     def __init__(self, name: str, status: str) -> None:
         super().__init__(f"Instance '{name}' is already {status}")
 
 
 class NotRunning(Refused, code=Code.NOT_RUNNING):
-    """Stop of an instance that is stopped."""
+    """The instance to stop is stopped already."""
 
     def __init__(self, name: str, status: str) -> None:
         super().__init__(f"Instance '{name}' is not running (status: {status})")
 
 
 class UpdateInProgress(Refused, code=Code.UPDATE_IN_PROGRESS):
-    """Update of an instance whose previous update is still running."""
+    """The previous update of the instance is still running."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"Instance '{name}' is being updated; ask again when that is done")
 
 
 class UpdateFailed(Refused, code=Code.UPDATE_FAILED):
-    """The workers of an update, or the successor of a daemon, did not start: the previous ones serve on."""
+    """The workers of an update, or the successor of a daemon, did not start: the previous ones keep serving."""
 
 
 class PortConflict(Refused, code=Code.PORT_CONFLICT):
@@ -292,7 +292,7 @@ class Forbidden(Refused, code=Code.FORBIDDEN):
 
 
 class ObjectNotFound(Refused, code=Code.OBJECT_NOT_FOUND):
-    """The caller has no file or batch of this id, where those of others are not revealed, or there is no such host."""
+    """The caller has no file or batch of this id (those of others are not revealed), or the host does not exist."""
 
     def __init__(self, kind: str, id: str) -> None:
         super().__init__(f"No such {kind}: {id[:_SHOWN_ID_CHARS]}")
@@ -325,7 +325,7 @@ class PortAllocationFailed(TryLater, code=Code.PORT_ALLOCATION_FAILED):
 
 
 class Overloaded(TryLater, code=Code.OVERLOADED):
-    """A bounded queue is full, or the call would wait in it for longer than its caller does."""
+    """A bounded queue is full, or the call would wait in it for longer than its caller will."""
 
     def __init__(self, message: str = "Model is overloaded", retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -410,7 +410,7 @@ class Unreachable(Unavailable):
 
 
 class NoHost(TryLater, code=Code.NO_HOST):
-    """No host of the cluster takes the worker: none fits what its instance asks for, or it was not placed in time."""
+    """No host of the cluster takes the worker: none meets its requirements, or it was not placed in time."""
 
 
 class StateNotSaved(TryLater, code=Code.STATE_NOT_SAVED):
@@ -429,7 +429,7 @@ class Cancelled(TryLater, code=Code.CANCELLED):
 
 
 class ModelLoadFailed(Broken, code=Code.MODEL_LOAD_FAILED):
-    """The model cannot be loaded: its files are missing, broken, or of a kind that is not served."""
+    """The model cannot be loaded: its files are missing, broken, or of an unsupported kind."""
 
 
 class ModelDownloadFailed(Broken, code=Code.MODEL_DOWNLOAD_FAILED):
