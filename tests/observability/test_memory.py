@@ -120,7 +120,7 @@ in_use = in_use[::250]  # the rest is free, between chunks that are in use
 assert resident_bytes() > first + 50 * 2**20, "it is given back by itself: nothing is tested"
 work(0.11)
 assert until(lambda: resident_bytes() < first * 1.1 + 2**20), (first, resident_bytes())
-assert returning.trims > trims
+assert until(lambda: returning.trims > trims)
 returning.stop()
 
 slow = MemoryReturn(0.05, 1e9)
