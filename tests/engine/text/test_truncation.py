@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.engine.token_ids import ids
-from tokenizers import Encoding, Tokenizer, models
+from tokenizers import Encoding, Tokenizer, models, pre_tokenizers
 
 from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.job import Pair
@@ -238,6 +238,21 @@ def test_pairs_in_templates_that_can_be_cut_nowhere_are_refused_before_they_are_
                 assert "must have at most 524288 characters where these can be cut nowhere" in refusal.message
             assert isinstance(fine, np.ndarray)
             assert seen.characters < 100
+
+
+def test_the_cut_of_a_pair_whose_template_loses_its_beginning_changes_nothing() -> None:
+    """The first cut had enough tokens with those of the prefix alone, which stayed before it."""
+    long = "a" * 80
+    plain = Tokenizer(models.WordLevel({"fog": 0, long: 1, "[UNK]": 2}, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    whole = partial(TokenizerLibrary(plain).encode, specials=False, offsets=True)
+    template = PairTemplate("fog " * 30, "{query} {document}", " fog", cuts_prefix=True)
+    causal = CausalTemplate(template, whole, Shortener(Boundaries(plain), 64), 64)
+
+    [found] = causal.encode([Pair("fog", f"{long} " * 200)], truncate=True, left=True)
+
+    assert isinstance(found, np.ndarray)
+    assert found.tolist() == [1] * 63 + [0]
 
 
 def test_a_text_that_can_be_cut_nowhere_is_tried_whole_up_to_the_bound() -> None:

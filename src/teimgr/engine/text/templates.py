@@ -122,7 +122,9 @@ class CausalTemplate:
         """The ids of a body; like `TextTokenizer._decided`."""
         if short is None:
             return too_many_characters(None, self._limit, len(body), self._beyond)
-        while short.text is not body and not (short.exact and len(encoding) > self._limit + short.slack):
+        while short.text is not body and not (
+            short.exact and len(encoding) - self._lost(encoding, left) > self._limit + short.slack
+        ):
             following = next(cuts, None)
             if not may_try(following, encoding, self._limit):
                 return too_many_characters(encoding, self._limit, len(body), self._beyond)
@@ -133,6 +135,12 @@ class CausalTemplate:
             return too_long(self._limit + self._beyond, count if short.text is body else f"at least {count}")
         assert isinstance(short.text, str)
         return self._ids(encoding, short.text, left)
+
+    def _lost(self, encoding: Encoding, left: bool) -> int:
+        """The number of tokens before those of the body, where what is too long loses them first."""
+        if not (left and self._config.cuts_prefix):
+            return 0
+        return sum(begin < len(self._config.prefix) for begin, _ in encoding.offsets)
 
     def _body_of(self, pair: Pair) -> str:
         """The middle of a pair's text. A literal {query} or {document} in a text stays as it is."""
