@@ -23,6 +23,7 @@ KEYS = {
     "free": {},
     "daily": {"tokens_per_day": DAILY, "concurrent_tokens": 100_000},
     "fleet": {"tokens_per_day": DAILY},
+    "ample": {"tokens_per_day": 10**6},
     "rate": {"tokens_per_second": RATE, "burst_tokens": BURST},
 }
 pytestmark = [needs_ray, pytest.mark.long, pytest.mark.timeout(300)]
@@ -127,3 +128,18 @@ def test_a_rate_is_that_of_both_hosts_together(daemon: DaemonProcess) -> None:
     assert sum(refused for _, refused in found) > 0
     assert admitted <= BURST + RATE * (took_s + LEASE_S)
     assert admitted >= 0.8 * (BURST + RATE * 6)
+
+
+def test_without_the_daemon_what_is_leased_ends_and_the_next_one_leases_again(daemon: DaemonProcess) -> None:
+    outcome = lambda key: embed_by_grpc(daemon, key, "river", NODE_ADDRESS)  # noqa: E731
+    assert outcome("ample")[0] == "OK"
+
+    daemon.kill()
+
+    until(lambda: outcome("ample")[0] != "OK", "the end of what is leased", LIMIT_S)
+    status, trailers = outcome("ample")
+    assert (status, trailers["x-teimgr-code"]) == ("UNAVAILABLE", "BACKEND_UNAVAILABLE")
+    assert int(trailers["grpc-retry-pushback-ms"]) > 0
+    assert outcome("free")[0] == "OK"
+    daemon.start()
+    until(lambda: outcome("ample")[0] == "OK", "the next daemon", LIMIT_S)
