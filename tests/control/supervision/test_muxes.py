@@ -494,6 +494,34 @@ async def test_one_whose_successor_does_not_start_serves_on_with_an_alarm(settin
     assert pids(other) == []
 
 
+async def test_a_daemon_that_ends_while_it_starts_a_successor_leaves_the_mux(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another host, where that takes a while: its task ended with an error of ours."""
+    (first,) = await fed(settings, stop=False)
+    launching = asyncio.Event()
+
+    async def launch(launcher: LocalMuxLauncher, *, beside: bool = False) -> LocalMux:
+        launching.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    other = replace(settings, grpc_request_timeout_secs=settings.grpc_request_timeout_secs + 1)
+    launcher = LocalMuxLauncher(0, mux_config(0, other), other.log_dir, 1 << 20, 1)
+    supervisor = MuxSupervisor(launcher, Directory(), DaemonMetrics(), CrashReports(other.log_dir / "crashes"))
+    monkeypatch.setattr(LocalMuxLauncher, "launch", launch)
+    assert await supervisor.adopt()
+    task = asyncio.create_task(supervisor.run())
+    async with asyncio.timeout(LIMIT_S):
+        await launching.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert pids(other) == [first]
+    await supervisor.stop(0)
+    assert pids(other) == []
+
+
 @pytest.mark.clause("M3.1-port-taken")
 async def test_a_stranger_on_the_port_is_said_at_once(settings: Settings) -> None:
     with socket.create_server(("127.0.0.1", settings.grpc_port)), pytest.raises(PortConflict):

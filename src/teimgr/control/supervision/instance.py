@@ -289,7 +289,6 @@ class ManagedInstance:
 
         It also sets `spec.wanted_running`, unless `keep_wanted`. An uncommitted update is rolled back, except by a
         start.
-        by a start.
 
         Raises:
             AlreadyRunning, NotRunning, InstanceNotFound: no replica allows it in its present state.

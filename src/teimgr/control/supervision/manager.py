@@ -356,7 +356,7 @@ class Manager:
             await instance.begin({}, start=spec.load == "eager" and spec.wanted_running)
         self._records.metrics.count(catalogue.CREATED, spec.name, spec.model_id)
         view = instance.view()
-        same = [each.view() for each in self._instances.values() if each.spec.model_id == spec.model_id]
+        same = (each.view() for each in self._instances.values() if each.spec.model_id == spec.model_id)
         if (first := other_space(view, same)) is not None:
             log.warning("calls by the model id go to another space", extra={"instance": spec.name, "space_of": first})
         return view

@@ -319,9 +319,10 @@ class MuxSupervisor(LifecycleTask):
             self.launcher.record(old)
             return
         except asyncio.CancelledError:  # the daemon ends: the next one finds the new mux, which has to listen by then
-            with suppress(MuxLost, OSError):
-                await self._give_routes(new)
-            old.send_signal(signal.SIGTERM)
+            if self._prepared is not None:
+                with suppress(MuxLost, OSError):
+                    await self._give_routes(self._prepared)
+                old.send_signal(signal.SIGTERM)
             raise
         log.info("replacing a mux without a gap", extra={"mux": self.name, "pid": old.pid, "successor": new.pid})
         old.send_signal(signal.SIGTERM)
