@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from teimgr.control.sharing import leases
+from teimgr.control.sharing import leases, tenants
 from teimgr.control.sharing.leases import LeasesForMux
 from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.errors import Code
@@ -37,11 +38,15 @@ def registry(tmp_path: Path) -> Iterator[TenantRegistry]:
 @pytest.mark.parametrize(
     "message",
     [
-        {"lease": [1, 1, [-1], 0]},
-        {"lease": [1, 1, [1.5], 0]},
-        {"lease": [1, 1, [1], 1 << 40]},
-        {"lease": [1, 1, [1] * 1025, 0]},
-        {"lease": [1, 1]},
+        {"lease": [2, 1, [-1], 0]},
+        {"lease": [2, 1, [1.5], 0]},
+        {"lease": [2, 1, [1], 1 << 40]},
+        {"lease": [2, 1, [1] * 1025, 0]},
+        {"lease": [2, 1]},
+        {"lease": [1, 1, [1], 0]},  # a number again: what it charged could not be settled
+        {"lease": [2, 0, [1], 0]},
+        {"lease": [2, -1, [1], 0]},
+        {"lease": [2, 1024, [1], 0]},  # of the words behind those of the tenants
         {"settled": [[1, 0, -5]]},
         {"settled": [[7, 7, 7]] * 1025},
         {"used": [[1, "a", "m", [1, 2]]]},
@@ -91,3 +96,33 @@ def test_a_mux_that_settles_nothing_is_refused(registry: TenantRegistry, monkeyp
     desk.take({"settled": [[1, 0, 1], [7, 7, 7]]})
     desk.take({"lease": [3, 1, [1], 0]})
     assert line.sent[-1][1] == [None]
+
+
+def test_what_a_mux_counts_under_names_without_end_takes_no_memory_without_end(
+    registry: TenantRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenants, "_MAX_COUNTED", 3)
+    desk = LeasesForMux(Line(), registry)
+
+    for name in ("a", "b", "c", "d", "e", "a"):
+        desk.take({"used": [[1, name, "m", [1, 0, 0, 0, 0]]]})
+
+    assert {row.instance: row.tokens for row in registry.usage()} == {"a": 2, "b": 1, "c": 1, "(others)": 2}
+
+
+async def test_leases_that_are_open_when_the_daemon_leaves_the_table_end_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LEASE_S", 0.0)
+    registry = TenantRegistry(tmp_path / "run", tmp_path / "state.toml")
+    registry.configure(Policy(keys=()), [TenantKey("one", Limits(concurrent=800))])
+    line = Line()
+    desk = LeasesForMux(line, registry)
+    desk.take({"lease": [1, 1, [10], 0]})
+    assert line.sent == [[1, [None], 0]]
+
+    desk.close()
+    registry.close()
+    over = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.001, over.set_result, None)
+    await over  # a charge that ends now would be written to memory that is unmapped, which ends the process

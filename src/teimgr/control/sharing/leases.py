@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.errors import Overloaded, TeimgrError, Unavailable
 from teimgr.wire.tenants.quotas import LEASE_S, MAX_TOKENS, lease_given
+from teimgr.wire.tenants.table import TENANTS
 from teimgr.worker.tenant_meter import Account, Standing
 
 MAX_OPEN = 16_384
@@ -31,6 +32,7 @@ class LeasesForMux:
         self._link = link
         self._tenants = tenants
         self._open: dict[tuple[int, int], Account] = {}
+        self._last = -1  # number of a request
 
     def take(self, message: dict[str, Any]) -> None:
         """Take `lease`, `settled` or `used` of `mux/control.py`.
@@ -53,11 +55,15 @@ class LeasesForMux:
             asyncio.get_running_loop().call_later(LEASE_S, self._end)
 
     def _end(self) -> None:
-        for account in self._open.values():
-            account.settle(MAX_TOKENS)
+        if self._tenants.is_on:  # else its table is unmapped, and the next daemon clears the row
+            for account in self._open.values():
+                account.settle(MAX_TOKENS)
         self._open.clear()
 
     def _lease(self, number: int, tenant: int, needs: list[int], wanted: int) -> None:
+        if number <= self._last or not 0 < tenant < TENANTS:  # charges would be overwritten, or words of others
+            raise ValueError(f"request {number} of tenant {tenant} after request {self._last}")
+        self._last = number
         meter = self._tenants.meter()
         if meter is None or len(self._open) + len(needs) > MAX_OPEN:
             error = Overloaded() if meter else Unavailable("The quotas of the keys cannot be charged now")

@@ -119,6 +119,9 @@ USAGE_FILE = "usage.json"
 """Beside the state file."""
 _EVERY_S = 1.0
 _MAX_NAMES = 2048
+# Of muxes of other hosts, which name what they count; further ones are counted as one row of their key.
+_MAX_COUNTED = 16_384
+_OTHERS = "(others)"
 _SHOWN_KEYS = 100  # each with a series in the metrics
 
 
@@ -233,7 +236,10 @@ class TenantRegistry:
         """Add use that a mux of another host has counted. Raises ValueError: it is malformed."""
         if len(counts) != len(Counter) or len(instance) + len(model) > _MAX_NAMES:
             raise ValueError("not a row of use")
-        _add(self._totals.ended, {UsageKey(self._names.get(number, ""), instance, model): tuple(counts)})
+        key, totals = UsageKey(self._names.get(number, ""), instance, model), self._totals.ended
+        if key not in totals and len(totals) >= _MAX_COUNTED:
+            key = UsageKey(key.key, _OTHERS, "")
+        _add(totals, {key: tuple(counts)})
 
     def usage(self) -> list[UsageRow]:
         """What was used up to now, by key, instance and model."""
@@ -267,7 +273,7 @@ class TenantRegistry:
         rest = shown[_SHOWN_KEYS:]
         if rest:
             sums = {name: sum(each[name] for each in rest) for name in UsageRow._fields[-len(Counter) :]}
-            shown = [*shown[:_SHOWN_KEYS], {"key": "(others)", **sums}]
+            shown = [*shown[:_SHOWN_KEYS], {"key": _OTHERS, **sums}]
         families = {catalogue.KEY_TOKENS: "tokens", catalogue.KEY_CALLS: "calls", catalogue.KEY_REFUSED: "refused"}
         return {
             family: [Sample("", {"key": each["key"] or ""}, each[name]) for each in shown]
