@@ -160,6 +160,17 @@ async def test_what_is_leased_and_not_used_is_given_back(fleet: Fleet, later: An
     assert fleet.spent("daily") == 200
 
 
+async def test_a_lease_that_is_less_than_wanted_is_not_followed_by_others_at_once(fleet: Fleet, later: Any) -> None:
+    mux = Mux(fleet)
+    assert mux.outcome("daily", 4000) is None
+
+    assert mux.requests == 1
+    assert fleet.spent("daily") == 4000 + 6000 // 8
+    await later(0.1)
+    assert mux.outcome("daily", 500) is None
+    assert mux.requests == 2
+
+
 async def test_tokens_in_flight_are_those_of_all_hosts(fleet: Fleet, later: Any) -> None:
     one, other = Mux(fleet), Mux(fleet)
     charge, decisions = one.call("open", 900)

@@ -21,7 +21,7 @@ from teimgr.wire.tenants.table import COUNTERS, Counter
 _ANSWER_S = 1.0
 """How long a call waits for the daemon's decision, or for the next daemon."""
 _RETRY_S = 1.0
-_PAUSE_S = 0.1  # between requests for a lease of which none was given
+_PAUSE_S = 0.1  # between requests for a lease, once less was given: else part after part would take all that is left
 _REPORT_S = 0.02
 MAX_NEEDS = 256
 """Calls in one request."""
@@ -174,7 +174,7 @@ class Purse:
         if given:
             self._leases.append(lease := Lease(number, len(needs), given))
             self._loop.call_at(asked_at + LEASE_S, self._end, lease)
-        elif wanted:
+        if given < wanted:
             self._again_at = self._loop.time() + _PAUSE_S
         for place, (charge, decision) in enumerate(zip(needs, decisions, strict=True)):
             if isinstance(decision, list):

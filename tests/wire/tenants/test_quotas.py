@@ -10,6 +10,7 @@ import pytest
 from teimgr.errors import Code
 from teimgr.wire.tenants.quotas import (
     LEASE_S,
+    MAX_TOKENS,
     NS_PER_S,
     Limits,
     Receipt,
@@ -190,6 +191,7 @@ def test_a_lease_is_what_a_tenant_uses_of_late_and_a_part_of_what_its_quotas_hav
     assert lease_wanted(1000.0, 0) == 500
     assert lease_wanted(1000.0, 249) == 251
     assert lease_wanted(1000.0, 250) == lease_wanted(0.0, 0) == 0
+    assert lease_wanted(8.0 * MAX_TOKENS, 0) == MAX_TOKENS  # more would end the link to the daemon
     assert [lease_given(500, left) for left in (80_000, 800, 8, 7, 0)] == [500, 100, 1, 0, 0]
 
 

@@ -147,7 +147,7 @@ def mean_use(before: float, since_s: float, tokens: int) -> float:
 
 def lease_wanted(use: float, left: int) -> int:
     """Tokens to lease for the calls to come, where `left` are leased: nothing while they last for half of the time."""
-    ahead = int(use * _AHEAD_S)
+    ahead = min(int(use * _AHEAD_S), MAX_TOKENS)
     return max(0, ahead - left) if 2 * left < ahead else 0
 
 
