@@ -222,6 +222,26 @@ async def test_a_worker_of_an_earlier_version_gets_no_calls_of_a_key_with_a_quot
     fleet.registry.close()
 
 
+async def test_a_table_that_cannot_be_opened_costs_the_link_no_room(start_worker: Any) -> None:
+    class Broken:
+        has_table = False
+
+        def lease(self, instance: str, model: str) -> None:
+            raise OSError("no descriptor is left")
+
+        def give_back(self, instance: str, model: str) -> None: ...
+
+    worker = await start_worker(lambda request: request.reply(b"answer"))
+    router = Router(LIMITS, meters=Broken())
+    router.update(RoutingSnapshot((RouteEntry("a", "m", State.RUNNING, None, 32, (worker.endpoint,)),)))
+    with use_context(RequestContext("one")), pytest.raises(OSError, match="no descriptor"):
+        await call(router)
+
+    [link, _] = replica(router)._links
+    assert link.budget.try_take(LIMITS.max_inflight_bytes)
+    await router.close()
+
+
 async def test_a_local_replica_is_preferred_while_it_is_free(route: Route, endpoint: WorkerEndpoint) -> None:
     here = replace(endpoint, node="head", incarnation="inc-1")
     router = route(endpoint, here)

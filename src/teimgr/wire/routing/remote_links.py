@@ -51,7 +51,7 @@ class MeteredLink(WorkerLink):
         if self._desk is not None and self.is_open and (context := CURRENT.get()) is not None:
             try:
                 self._desk.introduce(context.tenant)
-            except TeimgrError:
+            except BaseException:
                 self.budget.give_back(cost_bytes)
                 raise
         return super().request(method, payload, flags, timeout_s, cost_bytes, before)
