@@ -116,8 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _open_standard_streams() -> None:
     """Open standard streams that the caller has closed on /dev/null: a socket opened later would get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the lowest number that is free is this stream's
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+        if getattr(sys, name) is None:
+            stream = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free is this stream's
+            os.set_inheritable(stream, True)
+            setattr(sys, name, os.fdopen(stream, mode))
 
 
 def _wrong_line(error: Any, *, as_json: bool) -> int:
