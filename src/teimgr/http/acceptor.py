@@ -86,7 +86,7 @@ class Acceptor:
         self._accept_or_not()
 
     def close(self) -> None:
-        """Accept no more. Handshakes go on, so that a client learns by the protocol that the server leaves."""
+        """Stop accepting. Handshakes go on, so that a client learns by the protocol that the server leaves."""
         self._is_open = False
         if self._pause is not None:
             self._pause.cancel()
@@ -94,7 +94,7 @@ class Acceptor:
         self._accept_or_not()
 
     async def wait_closed(self) -> None:
-        """End the handshakes that are under way; to be called after `close`."""
+        """End the handshakes that are under way. Must be called after `close`."""
         for handle in (self._starting, self._taking):
             if handle is not None:
                 handle.cancel()
@@ -112,7 +112,7 @@ class Acceptor:
             await asyncio.wait(tasks)
 
     def await_handshake(self, arrival: _Arrival) -> None:
-        """Called by a connection whose client has sent the first byte."""
+        """Queue a handshake. Called by a connection whose client has sent the first byte."""
         self._waiting.put(network_of(arrival.client), arrival)
         if self._starting is None:
             self._starting = self._loop.call_soon(self._start_handshakes)
@@ -151,7 +151,7 @@ class Acceptor:
             self._take_accepted()
 
     def _backlog(self) -> int:
-        """Connections that wait to be accepted; 0 where the kernel does not tell."""
+        """Return the number of connections that wait to be accepted; 0 if the kernel does not report it."""
         try:
             info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_UNACKED.size)
             return int(_TCP_INFO_UNACKED.unpack(info)[0])
@@ -198,7 +198,7 @@ class Acceptor:
         arrival.begin()
 
     def failed(self, client: str, error: Exception) -> None:
-        """Called where a connection is not served."""
+        """Report that a connection is not served."""
         if self._on_failure is not None:
             self._on_failure(client, error)
         else:
@@ -224,7 +224,8 @@ class _Arrival:
         return self._ticket.client
 
     def begin(self) -> None:
-        """With TLS wait for the client's first byte: until then the connection costs no TLS state."""
+        """Connect. With TLS, wait for the client's first byte before that: until then the connection costs no TLS
+        state."""
         if self._context is None:
             self.task = asyncio.get_running_loop().create_task(self._connect())
         else:
@@ -243,7 +244,7 @@ class _Arrival:
             self._acceptor.await_handshake(self)
 
     def shake_hands(self) -> None:
-        """Begin the TLS handshake, unless the connection was closed while it waited for that."""
+        """Begin the TLS handshake, unless the connection was closed while it waited."""
         if self._sock.fileno() != -1:
             self.task = asyncio.get_running_loop().create_task(self._connect())
             self._ticket.enter(Phase.HANDSHAKE)
@@ -278,7 +279,7 @@ class _Arrival:
             self._sock.close()
 
     def end(self) -> None:
-        """Close the connection, unless its protocol is about to take it."""
+        """Close the connection, unless its protocol is about to take it over."""
         if self.task is None:
             self._unwatch()
             self._sock.close()

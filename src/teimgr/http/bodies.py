@@ -49,7 +49,7 @@ _SHOWN_ENCODING_CHARS = 256
 
 
 def compression_fault(content_encoding: str) -> str | None:
-    """Why a body with this Content-Encoding cannot be read; None if it is not compressed."""
+    """Return why a body with this Content-Encoding cannot be read; None if it is not compressed."""
     encoding = content_encoding.strip().lower()
     if encoding in ("", "identity"):
         return None
@@ -71,7 +71,7 @@ def is_host(value: bytes) -> bool:
 
 
 def media_type(content_type: str) -> str:
-    """The type that a Content-Type header names, without its parameters."""
+    """Return the type in a Content-Type header, without its parameters."""
     return content_type.partition(";")[0].strip().lower()
 
 
@@ -86,14 +86,14 @@ def is_json(content_type: str) -> bool:
 def foreign_page(
     headers: Mapping[str, str], allowed: Collection[str], host_names: Collection[str] = (), *, reads: bool = False
 ) -> str | None:
-    """The web page that sent a request, unless its origin is one of `allowed` or this server's own; else None.
+    """Return the web page that sent a request; None if its origin is one of `allowed` or this server's own.
 
-    Browsers send `Origin` with all but reads; other clients send none and are not concerned. A page is this server's
-    own if its origin is the request's Host, and that is an address, localhost or one of `host_names`: any other name
-    may be the page's own domain, which its DNS has pointed here (DNS rebinding).
+    Browsers send `Origin` with every request but reads; other clients do not send it and pass. A page is this server's
+    own if its origin is the request's Host, and the Host is an address, localhost or one of `host_names`: any other
+    name may be the page's own domain, which its DNS has pointed here (DNS rebinding).
 
     With `reads` the request changes nothing. Browsers send no `Origin` with reads of the same origin, so the Host of
-    every request that a browser may have sent is checked. A link on another site may lead here: no page sees it.
+    every request that a browser may have sent is checked. Links on other sites may lead here: no page sees the reply.
     """
     if "*" in allowed:
         return None
@@ -111,9 +111,9 @@ def foreign_page(
 
 
 def _is_of_browser(headers: Mapping[str, str]) -> bool:
-    """True if a browser may have sent a request. Scripts can replace values, but remove none of these headers.
+    """True if a browser may have sent a request. Scripts can replace values, but cannot remove any of these headers.
 
-    Node's fetch sends `Sec-Fetch-Mode` alone, which no browser does and no script in one can set.
+    Node's fetch sends `Sec-Fetch-Mode` without the other headers. No browser does that, and no script in one can.
     """
     if "sec-fetch-mode" in headers and "sec-fetch-site" not in headers:
         return False
@@ -123,7 +123,7 @@ def _is_of_browser(headers: Mapping[str, str]) -> bool:
 
 
 def _is_own(host: str, names: Collection[str]) -> bool:
-    """True if a Host header is an address, localhost or one of `names`: what DNS rebinding cannot produce."""
+    """True if a Host header is an address, localhost or one of `names`, which DNS rebinding cannot produce."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -136,7 +136,7 @@ def _is_own(host: str, names: Collection[str]) -> bool:
 
 
 def path_prefix_of(scope: Mapping[str, Any]) -> str:
-    """The path prefix under which the client reaches this server, such as `/teimgr`; empty for none."""
+    """Return the path prefix under which the client reaches this server, such as `/teimgr`; empty for none."""
     return str(scope.get(PATH_PREFIX, ""))
 
 
@@ -150,14 +150,14 @@ async def charge_body(charge: Charge, size: int) -> None:
 
 
 async def read_body(request: DirectRequest, limit_bytes: int, charge: Charge, start: bytes = b"") -> bytearray | None:
-    """`start` and the whole body, charged as it arrives; None when the body is larger than `limit_bytes`.
+    """Read the whole body, and return `start` followed by it, charged as it arrives; None if it exceeds `limit_bytes`.
 
-    An announced length alone reserves nothing. Once 64 KiB of a body have come its rest is reserved, so that bodies do
-    not wait for each other half read; while it comes slowly, others may use the reservation.
+    An announced length reserves nothing until the first 64 KiB of the body have arrived. Then the rest is reserved, so
+    that bodies do not wait for each other half read; while it arrives slowly, others may use the reservation.
 
     Raises:
         Overloaded: the budget stayed exhausted.
-        SlowClient: it did not come within `BODY_TIMEOUT_S`.
+        SlowClient: the body did not arrive within `BODY_TIMEOUT_S`.
     """
     length = request.headers.get(b"content-length", b"")
     announced = min(int(length), limit_bytes) if length.isdigit() and len(length) < _LENGTH_DIGITS else 0
@@ -186,10 +186,10 @@ async def _chunks(request: DirectRequest) -> AsyncIterator[bytes | bytearray]:
 
 
 async def read_limited(chunks: AsyncIterator[bytes], limit_bytes: int) -> bytes | None:
-    """A request's whole body; None when it is larger than `limit_bytes`.
+    """Read a request's whole body; None if it exceeds `limit_bytes`.
 
     Raises:
-        SlowClient: it did not come within `BODY_TIMEOUT_S`.
+        SlowClient: the body did not arrive within `BODY_TIMEOUT_S`.
     """
     body = bytearray()
     try:
@@ -207,9 +207,9 @@ async def _read_into(
     charge: Charge | None = None,
     announced: int = 0,
 ) -> bool:
-    """Append the whole body, of `announced` bytes or 0; False, and an empty buffer, when it is over `limit_bytes`.
+    """Append the whole body, of `announced` bytes or 0; False, and an empty buffer, if it exceeds `limit_bytes`.
 
-    The rest of a body that is too large is read and discarded, to a bound: a client that is cut off while it still
+    Up to a limit, the rest of a body that is too large is read and discarded: a client that is cut off while it still
     sends never reads the response with the reason.
     """
     room, discarded = limit_bytes, 0
@@ -252,7 +252,7 @@ class UnreadOfPort(ByteBudget):
         self._of_address: WeakValueDictionary[str, ByteBudget] = WeakValueDictionary()  # connections hold theirs
 
     def of_connection(self, client: str) -> UnreadReplies:
-        """The part of a new connection of the client at this address, empty for a Unix socket."""
+        """Return the share of a new connection of the client at this address, empty for a Unix socket."""
         network = network_of(client)
         own = self._of_address.get(network)
         if own is None:
@@ -281,10 +281,10 @@ class _Refused(BaseException):
 
 
 class BoundedReplies:
-    """Middleware that charges replies to the scope's `UnreadReplies`, and holds back those that are beyond the limit.
+    """Middleware that charges replies to the scope's `UnreadReplies`, and holds back those that exceed the limit.
 
-    A request waits, before it begins, until its connection has room, and is refused when that takes too long. A read
-    is refused too where its reply would go beyond the limits; the reply to a request that changed something never is.
+    Before a request begins, it waits until its connection has room, and is refused if that takes too long. A read is
+    also refused if its reply would exceed the limits. The reply to a request that changed something is never refused.
     """
 
     def __init__(self, app: ASGIApp, refuse: Refuse) -> None:
@@ -329,7 +329,7 @@ class BoundedReplies:
 
 
 def _length(message: Message) -> int | None:
-    """The length of a reply that begins; None if it is not known yet."""
+    """Return the length of a reply that begins; None if it is not known yet."""
     found = next((value for name, value in message.get("headers", ()) if name.lower() == b"content-length"), None)
     return None if found is None else int(found)
 
@@ -340,11 +340,11 @@ _MAX_WAITING = 512
 
 
 class RequestTurns:
-    """Middleware that has a request wait if `_REQUESTS_PER_TURN` have begun in this turn of the loop.
+    """Middleware that makes a request wait if `_REQUESTS_PER_TURN` have begun in this turn of the loop.
 
-    Those that wait begin in the turns that follow, one of each caller after the other; so do those whose body has come
-    to its end. `whose` names the caller: without it, the network of its address. Where too many of one wait, `refuse`
-    makes the answer to a further one.
+    Waiting requests begin in later turns, by callers in rotation; so do requests whose body has arrived completely.
+    `whose` names the caller; without it, the caller is the network of the client's address. If too many requests of one
+    caller wait, `refuse` answers further ones.
     """
 
     def __init__(self, app: ASGIApp, refuse: Refuse, whose: Callable[[Scope], Hashable] | None = None) -> None:

@@ -18,7 +18,7 @@ _RECLAIM_S = 0.1
 class ByteBudget:
     """FIFO semaphore over bytes: at most `limit_bytes` taken at a time, except that a single taker always fits.
 
-    FIFO order keeps a large waiter from starving. What is taken counts against `parent` too, where there is one.
+    FIFO order keeps a large waiter from starving. Taken bytes count against `parent` too, if there is one.
     """
 
     def __init__(self, limit_bytes: int, parent: ByteBudget | None = None) -> None:
@@ -32,11 +32,11 @@ class ByteBudget:
 
     @property
     def is_over(self) -> bool:
-        """True if more is taken than the limit, or than that of a parent."""
+        """True if more is taken than the limit, or than a parent's limit."""
         return self.taken_bytes > self.limit_bytes or (self._parent is not None and self._parent.is_over)
 
     def fits(self, count: int) -> bool:
-        """True if `count` bytes more are within the limit and those of its parents, or nothing else is taken."""
+        """True if `count` more bytes are within the limit and the parents' limits, or nothing else is taken."""
         return self._fits(count) and (self._parent is None or self._parent.fits(count))
 
     def try_take(self, count: int) -> bool:
@@ -100,7 +100,7 @@ class ByteBudget:
             raise
 
     def _reclaim(self) -> None:
-        """Give those who wait what is reserved for bodies that come too slowly, now and again while they wait."""
+        """Give waiters the bytes that are reserved for bodies that arrive too slowly, repeatedly while they wait."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -130,7 +130,7 @@ class ByteBudget:
 
 
 class Shares:
-    """The parts of a budget that each of those who share it may hold: one who fills its own leaves room for others."""
+    """The shares of a budget, one per sharer, each with a limit: a sharer that fills its own leaves room for others."""
 
     def __init__(self, of_all: ByteBudget, share: int) -> None:
         self._of_all = of_all
@@ -138,7 +138,7 @@ class Shares:
         self._parts: dict[Hashable, tuple[ByteBudget, int]] = {}  # and the charges that use each
 
     def charge(self, sharer: Hashable) -> Charge:
-        """A charge to the part of `sharer`, which its release gives back."""
+        """Make a charge to the part of `sharer`, which its release gives back."""
         part, users = self._parts.get(sharer) or (ByteBudget(self._limit_bytes, self._of_all), 0)
         self._parts[sharer] = part, users + 1
         return _PartCharge(part, self, sharer)
@@ -153,20 +153,20 @@ class Shares:
 def leaves_as_much(own: int, left: int) -> bool:
     """True if a caller that holds `own` of something bounded may take more, if `left` is free after that.
 
-    It takes as much at most as it leaves: half, if no other has any. So callers, however many, leave room for another.
+    It takes at most as much as it leaves: half, if no other has any. So callers, however many, leave room for another.
     """
     return own <= left
 
 
 class Places:
-    """Places of a limited number, by the rule of `leaves_as_much`."""
+    """A limited number of places, given by the rule of `leaves_as_much`."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit
         self._taken: dict[Hashable, int] = {}
 
     def take(self, caller: Hashable) -> bool:
-        """Take a place, which `leave` gives back; False if the caller may have no more."""
+        """Take a place, which `leave` gives back; False if the caller may not have more."""
         taken = self._taken.get(caller, 0)
         if not leaves_as_much(taken, self._left - 1):
             return False
@@ -184,8 +184,8 @@ class Places:
 class UnreadReplies(ByteBudget):
     """The bytes of replies that the client of one connection has not read, a part of those of all connections.
 
-    Replies are in memory already, so they are charged whether or not they fit. Where they do not, no more calls of the
-    connection begin until its client has read: those of clients that read theirs never wait for those that do not.
+    Replies are in memory already, so they are charged whether or not they fit. If they do not, no more calls of the
+    connection begin until its client has read: clients that read their replies never wait for clients that do not.
     """
 
     def __init__(self, of_all: ByteBudget, share: int) -> None:
@@ -198,7 +198,7 @@ class UnreadReplies(ByteBudget):
         return self.taken_bytes == 0 or not self.is_over
 
     async def room(self, wait_s: float) -> None:
-        """Wait at most `wait_s` until `has_room`; where those of all exceed their limit, until the client has read all.
+        """Wait at most `wait_s` until `has_room`; if all connections exceed their limit, until the client has read all.
 
         Raises:
             Overloaded: the client did not read.
@@ -226,7 +226,7 @@ class Charge:
         self.bytes = 0
 
     async def take(self, count: int, wait_s: float, *, exceeds: bool = False) -> None:
-        """Take `count` bytes more, waiting at most `wait_s`; where it `exceeds`, as `ByteBudget.take`.
+        """Take `count` more bytes, waiting at most `wait_s`; for `exceeds` see `ByteBudget.take`.
 
         Raises:
             Overloaded: the budget stayed exhausted.
@@ -244,7 +244,7 @@ class Charge:
             self.bytes += count
 
     def try_take(self, count: int) -> bool:
-        """Take `count` bytes more if they fit now and nothing waits."""
+        """Take `count` more bytes if they fit now and nothing waits."""
         if not self._budget.try_take(count):
             return False
         self.bytes += count
@@ -256,7 +256,7 @@ class Charge:
         self.bytes += count
 
     async def reserve(self, count: int, wait_s: float) -> None:
-        """Take `count` bytes that are still to arrive; while they come slowly, others get the rest.
+        """Take `count` bytes that are still to arrive; while they arrive slowly, others get the rest.
 
         Raises:
             Overloaded: the budget stayed exhausted.
@@ -283,7 +283,7 @@ class Charge:
         return self._arrived < (now - self._since) * _BYTES_PER_S
 
     def give_up_reserve(self) -> None:
-        """Give back what has not arrived."""
+        """Give back the bytes that have not arrived."""
         self._budget._arriving.pop(self, None)
         count, self.reserved_bytes = self.reserved_bytes, 0
         if count:

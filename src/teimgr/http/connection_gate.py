@@ -1,7 +1,7 @@
 """Limits of client connections: counts them from accept to close, by phase, with a time limit for each phase.
 
 A port has one `ConnectionGate`. Each connection has a `Ticket`, which it takes from phase to phase. When a phase lasts
-too long, the gate tells the connection, and when the port is full, it closes the connection that is worth least. So the
+too long, the gate notifies the connection; when the port is full, it closes the connection that is worth least. So the
 limits of all ports are in one place, `LIMITS`, for HTTP/1, HTTP/2 and TLS alike, and cost no timer per connection.
 """
 
@@ -137,15 +137,15 @@ class Holder(Protocol):
         """
 
     def on_displaced(self) -> None:
-        """Abort the connection, which has left the gate: another one takes its place, or its close takes too long."""
+        """Abort the connection, which has left the gate: another one takes its place, or its close took too long."""
 
 
 class ClosedConnection(asyncio.Protocol):
-    """A connection that its server has closed behind an answer, while the client still sends the request.
+    """A connection that its server has closed after an answer, while the client still sends the request.
 
-    The kernel resets a connection that is closed with bytes to be read, and the client may lose the answer. So the
-    socket is kept until the client closes or sends nothing for a while, and what comes is dropped, within the limits of
-    the phase DISCARD.
+    The kernel resets a connection that is closed with unread bytes, and the client may lose the answer. So the socket
+    is kept until the client closes or sends nothing for a while. What arrives is dropped, within the limits of the
+    phase DISCARD.
     """
 
     def __init__(self, ticket: Ticket) -> None:
@@ -155,7 +155,8 @@ class ClosedConnection(asyncio.Protocol):
     def take(self, transport: asyncio.Transport) -> asyncio.Task[None] | None:
         """Take over the socket of a transport that is being closed.
 
-        None, and nothing is taken over, if it has TLS, whose close waits anyway, or the process has no descriptor left.
+        Returns None, and takes nothing over, if the transport has TLS, whose close waits anyway, or the process has no
+        descriptor left.
         """
         if transport.get_extra_info("sslcontext") is not None:
             return None
@@ -229,7 +230,8 @@ class Ticket:
         self.held = 0
 
     def hand_to(self, holder: Holder) -> bool:
-        """Make `holder` the owner of the connection; False if it was displaced before: the holder has to abort it."""
+        """Make `holder` the owner of the connection. False if the connection was displaced before: the holder must
+        abort it."""
         if self.phase is None:
             return False
         self._holder = holder
@@ -256,11 +258,11 @@ class Ticket:
             self._gate.hold(self, size)
 
     def has_room(self, size: int) -> bool:
-        """True if the connection could hold this many bytes more without displacing one."""
+        """True if the connection could hold this many more bytes without displacing one."""
         return self._gate.held_bytes + size <= HELD_BYTES
 
     def leave(self) -> None:
-        """Give the place back; called once the connection is closed, further calls do nothing."""
+        """Give the place back. Called once the connection is closed; further calls do nothing."""
         self._holder = None  # which has the ticket: a reference cycle
         if self.phase is not None:
             self._gate.hold(self, 0)
@@ -277,16 +279,15 @@ class Ticket:
         return self._gate.closings.call(self.network, transport.close)
 
     def ends_later(self, end: Callable[[], object]) -> bool:
-        """True if `end`, of a closed connection or of a stream of it, is called in a later turn, as many end in this
-        one. False for a connection that had its turn before it was closed.
-        """
+        """True if `end`, of a closed connection or of one of its streams, is called in a later turn because many end in
+        this one. False for a connection that had its turn before it was closed."""
         if self._had_turn:
             self._had_turn = False
             return False
         return self._gate.closings.call(self.network, end)
 
     def begins_later(self, begin: Callable[[], object]) -> bool:
-        """True if `begin`, for the first bytes of the client, is called in a later turn, as many begin in this one."""
+        """True if `begin`, for the client's first bytes, is called in a later turn because many begin in this one."""
         return self._gate.beginnings.call(self.network, begin)
 
     def expire(self) -> None:
@@ -366,7 +367,7 @@ class SharedLimit:
         self._gates.add(gate)
 
     def has_room(self) -> bool:
-        """True if a further connection fits. Displaces one if need be, of the port with the most connections."""
+        """True if a further connection fits. If needed, displaces one, of the port with the most connections."""
         if sum(gate.count for gate in self._gates) < self.connections:
             return True
         return any(gate.make_room() for gate in sorted(self._gates, key=lambda gate: gate.count, reverse=True))
@@ -406,7 +407,7 @@ class ConnectionGate:
             shared.join(self)
 
     def _scaled(self, limit: PhaseLimit) -> PhaseLimit:
-        """A share of a small port is smaller too."""
+        """Scale a share down for a small port."""
         if limit.connections is None or limit.connections <= self.limit // 2:
             return limit
         connections = max(1, self.limit // 2)
@@ -415,7 +416,7 @@ class ConnectionGate:
     def admit(self, client: str, phase: Phase = Phase.HEAD) -> Ticket | None:
         """Count a new connection of a client at this address (empty for a Unix socket), which begins in `phase`.
 
-        None if the port is full of connections that are being served: the new one has to be closed.
+        Returns None if the port is full of connections that are being served: the caller must close the new one.
         """
         if self.count >= self.limit and not self.make_room():
             return None
@@ -447,7 +448,8 @@ class ConnectionGate:
 
 
 def network_of(address: str) -> str:
-    """Return the key of one client: an IPv4 address, the /64 network of an IPv6 address, or another name by a proxy."""
+    """Return what counts as one client: an IPv4 address, the /64 network of an IPv6 address, or else what a proxy
+    names."""
     if ":" not in address or address.startswith("::ffff:"):
         return address
     try:
@@ -457,6 +459,6 @@ def network_of(address: str) -> str:
 
 
 def sender_of(scope: Mapping[str, Any]) -> str | None:
-    """The network of the client's address of an ASGI scope; None for a client without one."""
+    """Return the network of the client's address in an ASGI scope; None for a client without an address."""
     client = scope.get("client")
     return network_of(client[0]) if client else None

@@ -28,13 +28,13 @@ class Incoming(Protocol):
 
     @property
     def whole_bytes(self) -> int | None:
-        """The size of what has come and was not taken, once that is all; None while more may come."""
+        """The size of what was received and not taken, once that is all; None while more may come."""
 
     def take(self) -> bytes | bytearray:
-        """Return the bytes that arrived and were not taken."""
+        """Return what was received and not taken."""
 
     async def read_some(self) -> bytes | bytearray:
-        """Like `take`, once there is at least a byte; empty at the end. Sends 100 Continue if the client expects it."""
+        """Like `take`, but wait for at least a byte; empty at the end. Sends 100 Continue if the client expects it."""
 
 
 class DirectRequest(NamedTuple):
@@ -57,7 +57,7 @@ class DirectReply(NamedTuple):
     budget: ByteBudget | None = None
 
     def charges(self, unread: ByteBudget) -> tuple[Charge, Charge]:
-        """Charges to `unread` for a part, and to the budget for the rest, both to be released once all is written."""
+        """Charge `unread` for a part, and the budget for the rest; the caller releases both once all is written."""
         part, rest, size = Charge(unread), Charge(self.budget or unread), len(self.body)
         part.add(min(size, PART_BYTES))
         if size > PART_BYTES:
@@ -80,10 +80,11 @@ async def answered_directly(request: Any) -> NoReturn:
 
 
 class DirectExchange:
-    """The answering of one request over HTTP/1; in uvicorn's protocol it takes the place of an ASGI cycle.
+    """Answers one request over HTTP/1; in uvicorn's protocol it takes the place of an ASGI cycle.
 
-    It is the request's `Incoming` too: uvicorn adds what comes to `body`, and clears `more_body` at the end. A response
-    of several parts is charged to `unread`, fit or not, until the client has read all but the last one.
+    It is the request's `Incoming` too: uvicorn adds received bytes to `body`, and clears `more_body` at the end. A
+    response of several parts is charged to `unread`, even beyond its limit, until the client has read all but the last
+    part.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class DirectExchange:
     # Called by the protocol.
 
     def begin(self) -> asyncio.Task[None]:
-        """Begin to answer, whether or not the body has come."""
+        """Begin to answer, whether or not the body has arrived."""
         self._task = self._protocol.loop.create_task(self._run())
         return self._task
 
@@ -121,12 +122,12 @@ class DirectExchange:
         self.body += data
 
     def end(self) -> None:
-        """All of the body has come, before `begin`."""
+        """Note that all of the body has arrived, before `begin`."""
         self.more_body = False
 
     @property
     def message_event(self) -> DirectExchange:
-        """Uvicorn sets it when something has come. No attribute: that would be a reference cycle."""
+        """The event that uvicorn sets when something has arrived. Not an attribute: that would be a reference cycle."""
         return self
 
     def set(self) -> None:
@@ -211,7 +212,7 @@ class DirectExchange:
             await self._send_rest(reply)
 
     async def _send_rest(self, reply: DirectReply) -> None:
-        """The parts of a body behind the first one."""
+        """Send the parts of a body after the first one."""
         transport, flow, body = self._protocol.transport, self._protocol.flow, memoryview(reply.body)
         charges = reply.charges(self._unread)
         try:

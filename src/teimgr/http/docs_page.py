@@ -27,14 +27,15 @@ HEADERS = {
 
 
 def page(document: dict[str, Any], address: str) -> str:
-    """An OpenAPI document as a whole page; `address` is the URL of the document itself."""
+    """Return an OpenAPI document as a whole page; `address` is the URL of the document itself."""
     info = document["info"]
     text = f"<h1>{escape(info['title'])} {escape(info['version'])}</h1><p>{escape(info.get('description', ''))}</p>"
     return html_document(info["title"], text + reference(document, address))
 
 
 def reference(document: dict[str, Any], address: str) -> str:
-    """An OpenAPI document as HTML: contents, each route with a call, its fields and its answers, then all bodies."""
+    """Return an OpenAPI document as HTML: contents, each route with a call, its fields and its answers, then all
+    bodies."""
     by_tag: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
     for path, operations in document["paths"].items():
         for verb, operation in operations.items():
@@ -59,7 +60,7 @@ def reference(document: dict[str, Any], address: str) -> str:
 
 
 def html_document(title: str, body: str) -> str:
-    """A whole page in the style that `HEADERS` allow; `body` is HTML."""
+    """Return a whole page in the style that `HEADERS` allow; `body` is HTML."""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style>{body}</html>"
@@ -67,7 +68,7 @@ def html_document(title: str, body: str) -> str:
 
 
 def prose(sentence: str) -> str:
-    """A sentence of Markdown as HTML, of which only code style is used."""
+    """Return a sentence of Markdown as HTML; of Markdown only code style is supported."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
@@ -105,7 +106,7 @@ def _contents(operation: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(verb: str, path: str, operation: dict[str, Any]) -> str:
-    """The route as a curl command, with the example of its body."""
+    """Return the route as a curl command, with the example of its body."""
     known = example_of(_contents(operation).get("application/json", {}))
     is_form = "multipart/form-data" in _contents(operation)
     how = "" if verb == "get" or (verb == "post" and (is_form or known is not None)) else f" -X {verb.upper()}"
@@ -119,12 +120,12 @@ def _call(verb: str, path: str, operation: dict[str, Any]) -> str:
 
 
 def example_of(content: Mapping[str, Any]) -> Any:
-    """The example of a body, or None if the document lacks one."""
+    """Return the example of a body; None if the document lacks one."""
     return content["example"] if "example" in content else (content.get("schema", {}).get("examples") or [None])[0]
 
 
 def _answer(answer: dict[str, Any]) -> str:
-    """The description of a status, and its body."""
+    """Return the description of a status, and its body."""
     schema = answer.get("content", {}).get("application/json", {}).get("schema", {})
     words = answer.get("description", "").replace("Successful Response", "")
     return ": ".join(filter(None, (escape(words), _type(schema) if schema else "")))
@@ -135,7 +136,7 @@ def _text(described: dict[str, Any]) -> str:
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Rows of a name and facts, which are HTML."""
+    """Return a table whose rows are a name and facts, which are HTML."""
     lines = "".join(
         f"<tr><th><code>{escape(name)}</code></th>{''.join(f'<td>{fact}</td>' for fact in facts)}</tr>"
         for name, *facts in rows
@@ -149,7 +150,7 @@ def _parameters(operation: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _properties(schema: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Name, type and meaning of the fields of a body, or of each of its shapes."""
+    """Return name, type and meaning of the fields of a body, or of each of its variants."""
     for each in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())):
         for name, fact in each.get("properties", {}).items():
             needed = ", needed" if name in each.get("required", ()) else ""
@@ -162,7 +163,7 @@ def _name(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A type in words, as HTML."""
+    """Return a type in words, as HTML."""
     if schema.get("$ref", "").startswith("#/$defs"):  # of this body alone
         return escape(_name(schema))
     if "$ref" in schema:

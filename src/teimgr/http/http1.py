@@ -48,13 +48,13 @@ _HOLD_S = 0.1
 
 
 class H2Connection(Protocol):
-    """The methods of an HTTP/2 connection that the server calls, beside asyncio's."""
+    """The methods of an HTTP/2 connection that the server calls, in addition to asyncio's."""
 
     def leave(self) -> None:
         """Send GOAWAY, so that the client opens another connection for its next call."""
 
     def shutdown(self) -> None:
-        """Close, as the server ends."""
+        """Close, because the server ends."""
 
 
 # Gets a connection between two requests, which another process is to serve.
@@ -104,13 +104,13 @@ class ServerConnections(ListenerState):
         self.unread_replies = UnreadOfPort()
 
     def leave_to(self, pass_on: PassOn | None) -> None:
-        """The server leaves, and passes connections on to `pass_on`."""
+        """Note that the server leaves, and passes connections on to `pass_on`."""
         self.leave()
         self.pass_on = pass_on
 
 
 def _detach(transport: asyncio.Transport) -> socket.socket:
-    """The connection as a socket; the transport is closed, the connection is not."""
+    """Return the connection as a socket; the transport is closed, the connection is not."""
     transport.pause_reading()
     connection = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
     transport.abort()
@@ -118,7 +118,7 @@ def _detach(transport: asyncio.Transport) -> socket.socket:
 
 
 class _Flow(FlowControl):
-    """Uvicorn's flow control, with a second reason not to read: what was received is not parsed yet."""
+    """Uvicorn's flow control, with a second reason to stop reading: received bytes are not parsed yet."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -145,11 +145,11 @@ class _Flow(FlowControl):
 class HttpProtocol(HttpToolsProtocol):
     """HTTP/1.1 that ignores every offer of an upgrade; Java's client offers h2c with each request.
 
-    httptools ends a request with such an offer behind its head: the bytes of its body would be parsed as the next
-    request, which behind a proxy is request smuggling. So a new parser continues there, after a head with the same
-    framing. Only parsers look at the bytes, so no body is edited.
+    httptools ends a request with such an offer after its head: the bytes of its body would be parsed as the next
+    request, which is request smuggling if a proxy is in front. So a new parser continues there, after a head with the
+    same framing. Only parsers look at the bytes, so no body is edited.
 
-    The parser is fed piece by piece, each of which ends with a head or a body, so that it can stop once
+    The parser is fed piece by piece. Each piece ends with a head or a body, so that parsing can stop once
     `_MAX_PIPELINED` requests wait. Trailers are counted as a head and dropped. The phases and their limits are those of
     the connection's ticket.
     """
@@ -227,9 +227,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._free()
 
     def _free(self) -> None:
-        """Break the reference cycles of a lost connection, so that it is freed at once and not by a collection.
+        """Break the reference cycles of a lost connection, so that it is freed at once and not by a garbage collection.
 
-        A collection over the objects of thousands of connections would hold the event loop for all of its time.
+        A collection over the objects of thousands of connections would block the event loop while it runs.
         """
         self.parser = cast(Any, None)
         if self.cycle is None or self.cycle.response_complete:
@@ -295,7 +295,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().send_400_response(msg)
 
     def pass_on(self) -> None:
-        """Pass the connection on, where the server leaves and no request of it is being received or answered."""
+        """Pass the connection on if the server leaves and no request on it is being received or answered."""
         pass_on, is_answered = self.server_state.pass_on, self.cycle is None or self.cycle.response_complete
         if pass_on is None or self._is_in_message or not is_answered or self.pipeline or self._rest:
             return
@@ -315,7 +315,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.pass_on()
 
     def _settle(self) -> None:
-        """Enter the phase of now."""
+        """Enter the phase that the present state requires."""
         if not self._has_ticket:
             return
         ticket, cycle = self._ticket, self.cycle
@@ -393,7 +393,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._turns.wait(self._ticket.network, self._feed_rest)
 
     def _feed_rest(self) -> int:
-        """Called by the turns: parse some of the rest; what is needed to go on, or 0."""
+        """Parse some of the rest; called by the turns. Returns the units that the next part needs, or 0."""
         data, self._rest = self._rest, b""
         if data and not self.transport.is_closing():
             self._feed(data)
@@ -404,9 +404,9 @@ class HttpProtocol(HttpToolsProtocol):
         return PART_UNITS if self._awaits_turn else 0
 
     def _end_of_piece(self, data: bytes, start: int) -> int:
-        """Where a head or a body ends, or the trailers may, else the end of `data` or of a piece of it.
+        """Return where a head or a body ends, or the trailers may end, else the end of `data` or of a piece of it.
 
-        Data that is short and ends at most one head is one piece: it makes no two requests.
+        Short data that ends at most one head is one piece: it does not make two requests.
         """
         end = len(data)
         if not start and end <= _PIECE_BYTES and data.find(_HEAD_END) == data.rfind(_HEAD_END):
@@ -446,7 +446,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._answer_directly(answer)
 
     def _check_fields(self, fields: Mapping[bytes, bytes]) -> None:
-        """Raises HttpParserError, or ValueError of which the parser makes one: a field of the head is not valid."""
+        """Raise HttpParserError, or ValueError of which the parser makes one, if a field of the head is not valid."""
         self._check_count()
         if len(fields) < len(self.headers):
             names = [name for name, _ in self.headers]
@@ -466,7 +466,7 @@ class HttpProtocol(HttpToolsProtocol):
             )
 
     def _check_count(self) -> None:
-        """Raises HttpParserError: the head has too many fields."""
+        """Raise HttpParserError if the head has too many fields."""
         if len(self.headers) > _MAX_FIELDS:
             raise httptools.HttpParserError("too many headers")
 
@@ -493,7 +493,7 @@ class HttpProtocol(HttpToolsProtocol):
                 super().on_message_complete()
 
     def _answer_directly(self, answer: Answer) -> None:
-        """Answer a request whose head has come without ASGI, behind those that came before."""
+        """Answer a request whose head has arrived without ASGI, after the requests before it."""
         keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
         exchange = DirectExchange(self, answer, self._fields, keep_alive=keep_alive, unread=self._unread)
         former, self.cycle = self.cycle, cast(Any, exchange)
@@ -526,7 +526,7 @@ class HttpProtocol(HttpToolsProtocol):
         task.add_done_callback(self.tasks.discard)
 
     def _make_parser(self) -> None:
-        """The parser has bound methods of this object: a reference cycle until `_free`."""
+        """Make a parser. It has bound methods of this object: a reference cycle until `_free`."""
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
 
@@ -539,9 +539,9 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class ProtocolSniffer(asyncio.Protocol):
-    """Detects HTTP/2 or HTTP/1 from the first bytes of a connection, and hands it to that protocol.
+    """Detects HTTP/2 or HTTP/1 from the first bytes of a connection, and hands the connection to that protocol.
 
-    The keyword arguments are those with which the server makes a protocol.
+    The server makes both protocols with the same keyword arguments.
     """
 
     def __init__(
@@ -580,7 +580,7 @@ class ProtocolSniffer(asyncio.Protocol):
         self.transport.abort()
 
     def pass_on(self) -> None:
-        """Pass the connection on, where the server leaves and nothing was received."""
+        """Pass the connection on if the server leaves and nothing was received."""
         if self._state.pass_on is not None and not self._seen and not self.transport.is_closing():
             self._state.pass_on(_detach(self.transport))
 

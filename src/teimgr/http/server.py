@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int, setting: str = "", *, is_shared: bool = False) -> socket.socket:
-    """A TCP socket bound to the address, not listening yet; `setting` is the key that has the port, for the message.
+    """Bind a TCP socket to the address, and return it, not listening yet. `setting` is the key of the port, for the
+    message.
 
     Other processes of this user may listen on a port that `is_shared`, each for a part of its connections.
 
@@ -66,22 +67,22 @@ def bind(host: str, port: int, setting: str = "", *, is_shared: bool = False) ->
 
 
 def address_of(sock: socket.socket) -> str:
-    """The address that a TCP socket is bound to, as `host:port`, an IPv6 host in brackets."""
+    """Return the address that a TCP socket is bound to, as `host:port`, an IPv6 host in brackets."""
     name, port = sock.getsockname()[:2]
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def address_of_peer(sock: socket.socket) -> str:
-    """The host of the other end, empty for a Unix socket or a connection that is gone."""
+    """Return the host of the other end; empty for a Unix socket or a connection that is gone."""
     with suppress(OSError, IndexError):
         return str(sock.getpeername()[0]) if sock.family != socket.AF_UNIX else ""
     return ""
 
 
 def listening_process(port: int) -> str | None:
-    """The process that listens on a TCP port of this host, as `process 71 (python -m http.server)`.
+    """Describe the process that listens on a TCP port of this host, as `process 71 (python -m http.server)`.
 
-    None if that cannot be seen: another user's process, another container, or a system without /proc.
+    Returns None if it cannot be seen: another user's process, another container, or a system without /proc.
     """
     sockets = set()
     for table in ("tcp", "tcp6"):
@@ -104,13 +105,14 @@ class Listener:
 
     @property
     def connections(self) -> int:
-        """The open connections, from their accept."""
+        """The open connections, counted from their accept."""
         return self._server.gate.count
 
     async def secure(self, context: ssl.SSLContext) -> None:
         """Use `context` for new connections; open ones keep theirs.
 
-        Not an addition to the context in use: clients would resume sessions that its former authorities admitted.
+        This replaces the context in use. If it were added to it, clients could resume sessions that its former
+        authorities admitted.
         """
         self._server.context = context
 
@@ -214,7 +216,8 @@ async def _listening(server: Server, task: asyncio.Task[None], sock: socket.sock
 
 
 class Server(uvicorn.Server):
-    """Uvicorn that accepts its connections through a gate, has an event set once it listens, and no signal handlers."""
+    """A uvicorn server that accepts its connections through a gate, sets an event once it listens, and installs no
+    signal handlers."""
 
     def __init__(self, config: uvicorn.Config, gate: ConnectionGate, direct: Direct | None = None) -> None:
         super().__init__(config)
@@ -245,7 +248,7 @@ class Server(uvicorn.Server):
         self._leaving.set()
 
     async def main_loop(self) -> None:
-        """The loop of uvicorn looks for its end ten times a second; this one looks at once."""
+        """Return as soon as the server is to end. Uvicorn's own loop checks ten times a second."""
         counter = 0
         while not await self.on_tick(counter):
             counter += _TICKS_A_SECOND
@@ -256,7 +259,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer the requests that have begun, within the grace, and close all other connections at once.
 
-        Uvicorn would wait for clients too that do not close theirs: with TLS for those of idle connections.
+        Uvicorn would also wait for clients that do not close their connections, with TLS even for idle ones.
         """
         for acceptor in self.acceptors:
             acceptor.close()

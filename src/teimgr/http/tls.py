@@ -34,14 +34,13 @@ Bytes = bytes | bytearray | memoryview
 
 
 class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
-    """The transport of a protocol over TLS, and itself the protocol of the connection below.
+    """The transport of a protocol over TLS, which is also the protocol of the connection below.
 
-    `protocol` makes the protocol once the handshake has ended; `caller` is who shares turns with whom. The protocol may
-    be an `asyncio.BufferedProtocol`.
+    `protocol` makes the protocol once the handshake has ended; connections with the same `caller` share turns. The
+    protocol may be an `asyncio.BufferedProtocol`.
 
-    Attributes:
-        handshake: Done when the handshake has ended. Its exception is an ssl.SSLError, or a ConnectionError where the
-            connection ended before.
+    Attributes: handshake: Done when the handshake has ended. Its exception is an ssl.SSLError, or a ConnectionError if
+    the connection ended before.
     """
 
     _turns = LoopTurns()  # of all connections: a process has one event loop that serves
@@ -118,7 +117,8 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     # What is received.
 
     def _process(self, data: memoryview) -> None:
-        """Process what there are units for, and the rest in later turns of the loop, while nothing more is read."""
+        """Process data as far as units are left, and the rest in later turns of the loop; until then nothing more is
+        read."""
         rest = data[self._take(data) :]
         if rest and not self._is_over:
             self._behind = memoryview(bytes(rest))
@@ -132,7 +132,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._turns.wait(self._caller, self._catch_up)
 
     def _catch_up(self) -> int:
-        """Process a part of what is behind; the result is the units that the next part needs."""
+        """Process a part of the backlog; return the units that the next part needs."""
         if not self._is_over and not self._is_paused:
             self._behind = self._behind[self._take(self._behind) :]
             self._deliver()
@@ -143,7 +143,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         return 0
 
     def _go_on(self) -> None:
-        """Read again, unless something is behind."""
+        """Resume reading, unless data still waits to be processed."""
         if self._is_over or self._is_paused or self._waits:
             return
         if self._behind:
@@ -154,7 +154,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._below.resume_reading()
 
     def _take(self, data: memoryview) -> int:
-        """Decrypt a begin of `data`, as long as there are units; the result is its length."""
+        """Decrypt the beginning of `data`, as long as units are left; return its length."""
         done = 0
         while done < len(data) and not self._is_over and (units := self._turns.units):
             began = now = time.thread_time()
@@ -167,7 +167,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         return done
 
     def _advance(self) -> None:
-        """Shake hands or decrypt, with what the TLS library has now."""
+        """Shake hands or decrypt, with the data that the TLS library has now."""
         try:
             if self._protocol is None and not self._shake_hands():
                 return
@@ -222,7 +222,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self.abort()
 
     def _deliver(self) -> None:
-        """Give the protocol what was decrypted, and the end of it."""
+        """Pass decrypted data to the protocol, and its end."""
         if self._plain and not self._is_paused and not self._is_closing:
             data, self._plain = b"".join(self._plain), []
             if isinstance(self._protocol, asyncio.BufferedProtocol):
@@ -244,7 +244,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             data = data[length:]
 
     def _end(self) -> None:
-        """The client sends no more."""
+        """Note that the client sends no more."""
         if self._is_closing or self._protocol is None:
             self._below.close()
         elif not self._has_told_end:
@@ -309,7 +309,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         return self._is_closing or self._below.is_closing()
 
     def close(self) -> None:
-        """Close once what was written is sent."""
+        """Close after the written data is sent."""
         if self._is_closing:
             return
         self._is_closing = True

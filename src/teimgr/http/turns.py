@@ -1,5 +1,5 @@
 """Shares the turns of an event loop, by callers in rotation: each turn has a few calls that begin, a few units of work
-for connections, and a few milliseconds of work that requests need behind their heads. `SharedThreads` do longer work.
+for connections, and a few milliseconds of work that requests need after their heads. `SharedThreads` do longer work.
 
 The caller of a request is known once its credentials are checked; until then it counts as the network of its address.
 """
@@ -45,7 +45,7 @@ class Rotation(Generic[ItemT]):
         return len(self._queues.get(caller, ()))
 
     def pop(self) -> ItemT:
-        """The next item; raises KeyError if empty."""
+        """Remove and return the next item; raises KeyError if empty."""
         caller, queue = self._queues.popitem(last=False)
         item = queue.popleft()
         if queue:
@@ -94,7 +94,7 @@ class CallTurns(_InTurns):
         return True
 
     def has_room(self) -> bool:
-        """True if a call may be made now, which is counted."""
+        """True if a call may be made now; such a call is counted."""
         if self._left <= 0 or self._waiting:
             return False
         self._left -= 1
@@ -103,7 +103,7 @@ class CallTurns(_InTurns):
         return True
 
     def waiting_of(self, caller: Hashable) -> int:
-        """Return how many functions of `caller` wait for later turns."""
+        """Return how many functions of `caller` are to be called in later turns."""
         return self._waiting.waiting_of(caller)
 
     def _turn(self) -> None:
@@ -129,14 +129,14 @@ class Turns:
         """Return when `caller` may go on: at once unless this turn is used up or others wait.
 
         Raises:
-            Overloaded: as many calls of this caller wait as may.
+            Overloaded: the maximum of this caller's calls already waits.
         """
         if self._max_waiting is not None and self._calls.waiting_of(caller) >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} requests of this caller wait to be begun; send fewer at a time")
         await self.go_on(caller)
 
     async def go_on(self, caller: Hashable) -> None:
-        """Like `begin`, of a request that has begun, which is not refused."""
+        """Like `begin`, for a request that has begun and is not refused."""
         if not self._calls.has_room():
             begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._calls.call(caller, partial(_go_on, begins))
@@ -156,7 +156,7 @@ _WORK_S = 0.006
 
 
 class WorkTurns(_InTurns):
-    """Short work for requests on the event loop: `turn_s` of it a turn, the rest later, by `TURNS_OF` in rotation.
+    """Runs short work for requests on the event loop: `turn_s` per turn, the rest later, by `TURNS_OF` in rotation.
 
     A turn does at least one piece of work, and ends with the piece that uses up its time, so each must be short.
     `clock` returns seconds.
@@ -169,7 +169,7 @@ class WorkTurns(_InTurns):
         self._waiting: Rotation[Callable[[], None]] = Rotation()
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """Return or raise what `work` does: at once unless this turn is used up or others wait."""
+        """Return or raise what `work` does. It runs at once unless this turn is used up or others wait."""
         if self._left_s > 0 and not self._waiting:
             return self._timed(work)
         done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
@@ -181,7 +181,7 @@ class WorkTurns(_InTurns):
             del done, work  # an error has this frame: a reference cycle
 
     def call(self, caller: Hashable, work: Callable[[], None]) -> None:
-        """Like `run`, of `caller`'s work that raises and returns nothing."""
+        """Like `run`, for work of `caller` that raises and returns nothing."""
         if self._left_s > 0 and not self._waiting:
             self._timed(work)
         else:
@@ -254,9 +254,9 @@ class _Group:
 class LoopTurns(_InTurns):
     """Units of work for the connections of one event loop: all share `TURN_UNITS` a turn.
 
-    Connections that need more wait. Callers get `PART_UNITS` each in rotation, and so do the connections of a caller;
-    those that begin to wait come first, so that a client with a call now and then passes by those with many (as in
-    fq_codel, RFC 8290).
+    Connections that need more wait. Callers get `PART_UNITS` each in rotation, and so do the connections of a caller. A
+    connection that begins to wait comes first, so that a client with an occasional call overtakes clients with many (as
+    in fq_codel, RFC 8290).
     """
 
     def __init__(self) -> None:
@@ -295,7 +295,7 @@ class LoopTurns(_InTurns):
                 self._schedule()
 
     def _serve_next(self) -> bool:
-        """Have a connection of the next caller catch up; False if too few units are left in this turn."""
+        """Let a connection of the next caller catch up; False if too few units are left in this turn."""
         caller, group = next(iter(self._groups.items()))
         if group.next()[0].units > self._left:
             return False
@@ -315,7 +315,8 @@ class LoopTurns(_InTurns):
 
 
 class _Work(Future[ResultT]):
-    """The result of `work`. Cancelling drops `work` at once: it may hold a message, and its turn may be far away."""
+    """One piece of work, and its result. Cancelling drops `work` at once: it may hold a message, and its turn may be
+    far away."""
 
     def __init__(self, work: Callable[[], ResultT]) -> None:
         super().__init__()
@@ -327,7 +328,7 @@ class _Work(Future[ResultT]):
         return cancelled
 
     def begin(self) -> Callable[[], ResultT] | None:
-        """The work, for a thread that does it now; None if it is cancelled."""
+        """Return the work, for a thread that does it now; None if it is cancelled."""
         if not self.set_running_or_notify_cancel():
             return None
         work, self._work = self._work, None
@@ -343,11 +344,11 @@ class SharedThreads:
         self._lock = Lock()
 
     async def run(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """Return or raise what `work` does. A call that is cancelled before its work begins does not begin it."""
+        """Return or raise what `work` does. If the call is cancelled before its work begins, the work does not run."""
         return await asyncio.wrap_future(self.submit(work, *arguments))
 
     def submit(self, work: Callable[..., ResultT], *arguments: object) -> Future[ResultT]:
-        """Have `work` done; raises RuntimeError after `close`."""
+        """Queue `work`; raises RuntimeError after `close`."""
         result = _Work(partial(work, *arguments))
         with self._lock:
             self._waiting.put(TURNS_OF.get(), result)
@@ -355,7 +356,7 @@ class SharedThreads:
         return result
 
     def close(self) -> None:
-        """Begin nothing more; what has not begun is cancelled."""
+        """Stop beginning work; what has not begun is cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             while self._waiting:

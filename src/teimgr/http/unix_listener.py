@@ -36,8 +36,8 @@ class SocketFile:
         self._identity: tuple[int, int] | None = _identity(path)
 
     def remove(self) -> None:
-        """Remove the file, unless another process has replaced it. To be called before the socket is closed: from then
-        on another file could have the same inode."""
+        """Remove the file, unless another process has replaced it. To be called before the socket is closed, after
+        which another file could have the same inode."""
         if self._identity is None:
             return
         with suppress(OSError), _locked(self.path.parent):
@@ -58,7 +58,7 @@ class UnixListener:
         self.file = SocketFile(path)
 
     def publish(self, path: Path) -> None:
-        """Move the file to `path`, as `publish`; raises OSError."""
+        """Move the file to `path`, like the function `publish`; raises OSError."""
         self.file = publish(self.file.path, path)
 
     def close(self) -> None:
@@ -68,9 +68,9 @@ class UnixListener:
 
 
 def bind_unix(path: Path, mode: int, setting: str) -> UnixListener:
-    """A socket that listens at `path` with these permissions; the file of a dead process is replaced.
+    """Return a socket that listens at `path` with these permissions; the file of a dead process is replaced.
 
-    Connections wait in the backlog until they are accepted. `setting` is the key that has the path, for messages.
+    Connections wait in the backlog until they are accepted. `setting` is the key of the path, for messages.
 
     Raises:
         PortConflict: a process listens there.
@@ -90,10 +90,10 @@ def bind_unix(path: Path, mode: int, setting: str) -> UnixListener:
 
 
 def check_free(path: Path, setting: str) -> None:
-    """Return where a process may listen at `path`; the file of a dead one is removed.
+    """Return if a process may listen at `path`; the file of a dead process is removed.
 
     Raises:
-        PortConflict, InvalidConfig: as `bind_unix`.
+        PortConflict, InvalidConfig: see `bind_unix`.
     """
     with _failures(path, setting), _locked(path.parent):
         _free(path, setting)
@@ -107,9 +107,9 @@ def remove_stale(path: Path) -> None:
 
 
 def publish(temporary: Path, path: Path) -> SocketFile:
-    """Move the file of a listening socket to `path`, in the same folder, atomically over the one there.
+    """Move the file of a listening socket to `path`, in the same folder, atomically over the existing one.
 
-    New connections come to that socket from then on; those of the former one go on.
+    New connections come to that socket from then on; existing connections continue.
 
     Raises:
         OSError: it cannot be moved.
@@ -129,9 +129,10 @@ def _failures(path: Path, setting: str) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder; OSError where another process has it for longer than such changes take.
+    """Hold the lock of a folder; OSError if another process holds it for longer than such changes take.
 
-    It is a file of this user, which stays: anyone who may read a folder could lock that, and so stop every start.
+    The lock is a file of this user, which stays: anyone who may read a folder could lock the folder itself, and so
+    prevent every start.
     """
     path = folder / f".teimgr-{os.geteuid()}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -165,7 +166,7 @@ def _free(path: Path, setting: str) -> None:
 
 
 def _listening_pid(path: Path) -> int | None:
-    """The process that listens at `path`, 0 for an unknown one; None if none does.
+    """Return the process that listens at `path`, 0 for an unknown one; None if none does.
 
     Raises:
         OSError: this user may not connect, or it is a socket of another type.

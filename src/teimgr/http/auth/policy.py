@@ -97,7 +97,7 @@ class Caller:
         """Check that the caller has one of `rights`; an empty set requires none.
 
         Raises:
-            Forbidden: it has none of them.
+            Forbidden: the caller has none of them.
         """
         if rights and not rights & self.rights:
             wanted = " or ".join(sorted(right.value for right in rights))
@@ -107,7 +107,7 @@ class Caller:
         """Check that the caller may use this instance. The answer does not reveal whether the instance exists.
 
         Raises:
-            Forbidden: it may not.
+            Forbidden: the caller may not use it.
         """
         if not self.covers(instance):
             allowed = ", ".join((self.instances or ())[:_SHOWN_PATTERNS]) or "none"
@@ -181,7 +181,7 @@ class Policy:
     """Which callers the listeners accept. `keys` is None if no key is required; an empty tuple accepts no caller.
 
     With both certificate rules and keys, both must hold: the certificate identifies the machine, the key its rights.
-    `is_certified` is true where the handshake requires a certificate of our authority.
+    `is_certified` is true if the handshake requires a certificate signed by our authority.
     """
 
     certificates: CertificateRules = CertificateRules()
@@ -194,7 +194,7 @@ class Policy:
         return self.keys is None and not self.certificates.required
 
     def authenticate(self, certificate: CertificateNames, key: str | None) -> Caller:
-        """The caller with this client certificate and API key: the one decision for HTTP and gRPC.
+        """Return the caller with this client certificate and API key. HTTP and gRPC both decide by this method.
 
         Every known key is compared, each in constant time.
 
@@ -205,7 +205,7 @@ class Policy:
         return self.authenticate_digest(certificate, digest(key) if key else None)
 
     def authenticate_digest(self, certificate: CertificateNames, sha256: str | None) -> Caller:
-        """Like `authenticate`, with the hex SHA-256 of the key, as a session has it."""
+        """Like `authenticate`, with the hex SHA-256 of the key, which a session stores."""
         if not self.certificates.allow(certificate):
             raise Unauthenticated("the subject and names of the client certificate match none of the allowed ones")
         if self.keys is None:
@@ -216,13 +216,13 @@ class Policy:
         return found[0].caller()
 
     def numbered(self, tenants: Mapping[str, int]) -> Policy:
-        """The policy with the number of each key's tenant, by the key's name."""
+        """Return the policy with tenant numbers set, by the name of each key."""
         if self.keys is None:
             return self
         return replace(self, keys=tuple(replace(key, tenant=tenants.get(key.name, 0)) for key in self.keys))
 
     def to_json(self) -> str:
-        """The policy as one line of JSON, with the digests of the keys."""
+        """Return the policy as one line of JSON, with the digests of the keys."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -247,19 +247,19 @@ class PolicyInForce:
             listener()
 
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call `listener` after each change; the result unsubscribes."""
+        """Call `listener` after each change; call the returned function to unsubscribe."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
 
 def caller_of(scope: Scope) -> Caller:
-    """The caller of an authenticated request; `ANONYMOUS` where authentication is off."""
+    """Return the caller of an authenticated request; `ANONYMOUS` if authentication is off."""
     caller: Caller = scope.get(CALLER, ANONYMOUS)
     return caller
 
 
 def authenticate_request(policy: Policy, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller:
-    """Authenticate an HTTP request by its ASGI scope and its headers, the first of several values.
+    """Authenticate an HTTP request by its ASGI scope and its headers; of a repeated header the first value counts.
 
     Raises:
         Unauthenticated: the certificate is not allowed, or the key is unknown.
@@ -286,7 +286,7 @@ def authenticate_call(policy: Policy, certificate: CertificateNames, metadata: M
 
 
 def certificate_from_tls(certificate: Mapping[str, Any]) -> CertificateNames:
-    """The names in a certificate as returned by `SSLSocket.getpeercert()`."""
+    """Return the names in a certificate as returned by `SSLSocket.getpeercert()`."""
     pairs = (pair for relative in certificate.get("subject", ()) for pair in relative)
     return CertificateNames(
         frozenset(f"{_SHORT_NAMES.get(kind, kind)}={value}" for kind, value in pairs),
@@ -299,12 +299,12 @@ def new_key() -> str:
 
 
 def digest(key: str) -> str:
-    """The SHA-256 of a key, in hex digits."""
+    """Return the SHA-256 of a key in hex digits."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def key_in(authorization: str | None, x_api_key: str | None) -> str | None:
-    """The API key in a request's headers: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
+    """Return the API key in a request's headers: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
     scheme, _, token = (authorization or "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
@@ -312,13 +312,13 @@ def key_in(authorization: str | None, x_api_key: str | None) -> str | None:
 
 
 def subject_attributes(subject: str) -> frozenset[str]:
-    """The attributes of a subject written `O=Search, CN=indexer`, or as in RFC 2253 `CN=indexer,O=Search`."""
+    """Parse the attributes of a subject written `O=Search, CN=indexer`, or as in RFC 2253 `CN=indexer,O=Search`."""
     found = (_unescaped(part.strip()) for part in _ATTRIBUTE.findall(subject))
     return frozenset(part for part in found if part)
 
 
 def alternative_name(kind: str, value: str) -> str:
-    """A subject alternative name with its kind, `DNS:x`."""
+    """Return a subject alternative name with its kind, `DNS:x`."""
     return f"{_SAN_ALIASES.get(kind, kind)}:{value}"
 
 
@@ -339,7 +339,7 @@ def _has_san(certificate: CertificateNames, wanted: str) -> bool:
 
 
 def _unescaped(text: str) -> str:
-    """Without the backslashes of RFC 2253, before a character or two hex digits of a byte."""
+    """Remove the backslashes of RFC 2253, which precede a character or the two hex digits of a byte."""
 
     def plain(match: re.Match[bytes]) -> bytes:
         return bytes.fromhex(match[1].decode()) if len(match[1]) == 2 else match[1]

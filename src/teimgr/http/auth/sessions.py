@@ -46,7 +46,7 @@ class Sessions:
         return len(self._sessions)
 
     def begin(self, sha256: str) -> str:
-        """A new session of the key with this SHA-256; the result is its token."""
+        """Begin a session of the key with this SHA-256, and return its token."""
         self._drop_ended()
         of_key = [token for token, session in self._sessions.items() if session.sha256 == sha256]
         if len(of_key) >= MAX_SESSIONS_OF_KEY:
@@ -61,12 +61,12 @@ class Sessions:
         self._sessions.pop(digest(token), None)
 
     def key_of(self, token: str) -> str | None:
-        """The SHA-256 of the session's key; None for an unknown or ended session."""
+        """Return the SHA-256 of the session's key; None for an unknown or ended session."""
         session = self._sessions.get(digest(token))
         return session.sha256 if session is not None and session.ends_at > self._clock() else None
 
     def token_in(self, scope: Scope) -> str | None:
-        """The session token among the cookies of an HTTP request."""
+        """Return the session token in the cookies of an HTTP request."""
         raw: bytes = next((value for name, value in scope["headers"] if name == b"cookie"), b"")
         name = self._cookie_name(scope)
         if name.encode() not in raw or len(raw) > _MAX_COOKIE_BYTES:
@@ -75,7 +75,7 @@ class Sessions:
         return next((value for key, _, value in pairs if key == name and value), None)
 
     def cookie(self, scope: Scope, token: str) -> str:
-        """The value of Set-Cookie that begins a session; an empty token ends it."""
+        """Return the value of Set-Cookie that begins a session; an empty token ends it."""
         name = self._cookie_name(scope)
         age_s = int(self._lifetime_s) if token else 0
         secure = "; Secure" if _is_tls(scope) else ""
@@ -95,7 +95,7 @@ class Sessions:
 
 
 def is_same_origin(method_reads: bool, headers: Mapping[str, str]) -> bool:
-    """True if a request with a session cookie comes from a page of this very origin, or from the address bar.
+    """True if a request with a session cookie comes from a page of the same origin, or from the address bar.
 
     SameSite keeps other sites out, but other ports of this host are the same site. So writes must carry an `Origin`
     equal to the Host, and cross-origin reads by scripts are rejected.

@@ -52,7 +52,7 @@ class TlsFiles:
         return (self.cert, self.key) if self.ca is None else (self.cert, self.key, self.ca)
 
     def stamp(self) -> Stamp | None:
-        """A value that changes when a file is replaced or written; None if one is missing."""
+        """Return a value that changes when a file is replaced or written; None if one is missing."""
         try:
             found = [path.stat() for path in self.paths()]
         except OSError:
@@ -60,17 +60,18 @@ class TlsFiles:
         return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
 
     def pems(self) -> Pems:
-        """The content of the files, validated by `context`.
+        """Return the content of the files, validated by `context`.
 
         Raises:
-            InvalidConfig: as `context`.
+            InvalidConfig: see `context`.
         """
         self.context()
         cert, key, *ca = map(_read, self.paths())
         return Pems(cert, key, ca[0] if ca else None)
 
     def ends(self) -> float | None:
-        """The Unix time at which the first certificate of the chain ends, or None if that cannot be read. Blocking."""
+        """Return the Unix time at which the first certificate of the chain expires; None if that cannot be read.
+        Blocking."""
         try:
             pem = _read(self.cert).decode("ascii", "replace")
             first = pem[pem.index(ssl.PEM_HEADER) : pem.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
@@ -85,7 +86,7 @@ class TlsFiles:
             return None
 
     def context(self) -> ssl.SSLContext:
-        """The server's SSL context; with `ca`, clients must present a certificate of it.
+        """Return the server's SSL context; with `ca`, clients must present a certificate signed by it.
 
         Raises:
             InvalidConfig: a file cannot be read, is not PEM of its kind, or the key does not belong to the certificate.
@@ -110,9 +111,9 @@ class TlsFiles:
 class TlsWatch:
     """Polls the files, and passes them to `take` when they have changed.
 
-    Files are replaced one after the other, so a change counts once nothing has changed for one poll. A failure of
-    `take` becomes the `alarm`, the last valid files stay in use, and every poll tries again: the cause may be in the
-    files, or in a lack of descriptors that passes.
+    Files are replaced one after the other, so a change is taken only after a poll that found no further change. A
+    failure of `take` becomes the `alarm`, the last valid files stay in use, and every poll tries again: the cause may
+    be in the files, or in a temporary lack of descriptors.
     """
 
     def __init__(self, files: TlsFiles, take: Callable[[TlsFiles], Awaitable[None]], poll_s: float = POLL_S) -> None:
@@ -158,7 +159,7 @@ def _no_password() -> str:
 
 
 def _reason(error: Exception) -> str:
-    """OpenSSL's reason without its source location."""
+    """Return OpenSSL's reason without its source location."""
     if not isinstance(error, ssl.SSLError):
         return str(error)
     return _REASONS.get(error.reason, error.reason.replace("_", " ").lower() if error.reason else _NO_PEM)

@@ -72,7 +72,7 @@ class MaxAge(NamedTuple):
 
 
 class _Answered:
-    """A stream answered before its client has sent all; the bytes that may still come, and their time limit."""
+    """A stream answered before its client has sent all: the bytes that may still arrive, and their time limit."""
 
     __slots__ = ("left", "stream", "timer")
 
@@ -83,14 +83,15 @@ class _Answered:
 
 
 class Connection(asyncio.Protocol):
-    """One connection; registers with the server, which calls `shutdown` at its end and cancels tasks that take longer.
+    """One connection. It registers with the server, which calls `shutdown` at its end and cancels tasks that take
+    longer.
 
     A malformed request is answered 400 and its stream reset; `serve` does not see it. A connection without streams is
     closed after a time, by GOAWAY; one that `stays_open` after a longer time, once it has had a stream. `ticket` counts
-    it; without one it has a gate to itself. With a `max_age` its client reconnects now and then,
-    and so comes to other servers behind the same name.
+    the connection; without one it has a gate to itself. With a `max_age` its client reconnects from time to time, and
+    so reaches other servers behind the same name.
 
-    What it receives is processed in parts, as `LoopTurns` gives the time; meanwhile it is hardly read.
+    Received bytes are processed in parts, as `LoopTurns` gives the time; meanwhile the connection is hardly read.
     """
 
     _turns = LoopTurns()  # of all connections: a process has one event loop that serves
@@ -162,7 +163,8 @@ class Connection(asyncio.Protocol):
                 self._turns.wait(self.caller, self._catch_up)
 
     def _process(self, data: bytes = b"") -> int:
-        """Process what was received, as far as this turn of the event loop allows; what the next frame needs, or 0."""
+        """Process received bytes as far as this turn of the event loop allows; return the units that the next frame
+        needs, or 0."""
         if self.transport.is_closing():
             return 0
         units = self._turns.units
@@ -195,7 +197,7 @@ class Connection(asyncio.Protocol):
         return needed
 
     def _read_or_pause(self) -> None:
-        """Read from the client while it reads, and while what was read is processed."""
+        """Read from the client, unless it does not read or received bytes are still processed."""
         reads = not (self._is_full or self._is_behind)
         if reads != self._is_reading and not self.transport.is_closing():
             self._is_reading = reads
@@ -268,7 +270,7 @@ class Connection(asyncio.Protocol):
             self.leave()
 
     def _is_kept(self) -> bool:
-        """True if it stays open and had a stream not long ago."""
+        """True if it stays open and had a stream recently."""
         if not self.stays_open or self._idle_since is None:
             return False
         return self._loop.time() - self._idle_since < _UNUSED_S
@@ -279,16 +281,15 @@ class Connection(asyncio.Protocol):
     # Called by the server.
 
     def leave(self) -> None:
-        """Send GOAWAY: the client makes later calls on other connections, those on the way included. Close once the
-        calls here are answered and the client had time to close.
-        """
+        """Send GOAWAY: the client makes later calls on other connections, including calls on the way. Close once the
+        calls here are answered and the client had time to close."""
         self._say_goodbye()
         for stream in tuple(self._streams.values()):
             if stream.on_leaving is not None:
                 stream.on_leaving()
 
     def _retire(self, grace_s: float) -> None:
-        """The connection has its greatest age: as `leave`, but streams that pause have the grace too."""
+        """Like `leave`, at the maximum age of the connection, but streams that pause have the grace too."""
         self._say_goodbye()
         self._age_timer = self._loop.call_later(grace_s, self._cut_off)
 
@@ -303,7 +304,7 @@ class Connection(asyncio.Protocol):
         self._loop.call_later(_GOAWAY_S, self._end_lingering)
 
     def shutdown(self) -> None:
-        """Answer the open streams, take no more, close."""
+        """Answer the open streams, accept no more, close."""
         if not self._is_stopping and not self.transport.is_closing():
             self._is_stopping = True
             for stream in tuple(self._streams.values()):
@@ -315,7 +316,7 @@ class Connection(asyncio.Protocol):
     # Called by streams.
 
     def belongs_to(self, caller: str) -> None:
-        """Share turns of the loop with the other connections of this caller, no longer with those of its address."""
+        """Share turns of the loop with the other connections of this caller instead of those of its address."""
         self.caller = ("key", caller)
 
     def keep_open(self) -> None:
@@ -364,7 +365,7 @@ class Connection(asyncio.Protocol):
         return len(self._state.tasks) < MAX_TASKS and of_caller < max(1, MAX_TASKS // _CALLERS_SHARE)
 
     def _head_of(self, headers: Headers) -> RequestHead:
-        """Like `read_head`, which most requests of a client need not repeat: the decoder's cache has their headers."""
+        """Like `read_head`, which is skipped for most requests of a client: the decoder's cache has their headers."""
         if headers is not self._known_headers:
             self._known_head, self._known_headers = read_head(headers), headers
         return self._known_head

@@ -1,4 +1,4 @@
-"""Frames out of the bytes of an HTTP/2 connection, server side: their order, their sizes, and what each costs."""
+"""Reads frames from the bytes of an HTTP/2 connection, server side: their order, their sizes, and the cost of each."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _COSTLY = _OF_BLOCKS | {SETTINGS}
 
 
 class _PartialData:
-    """A DATA frame of which only a part was received: what is to come of it, in bytes."""
+    """A DATA frame of which only a part was received: the bytes that are still to arrive."""
 
     __slots__ = ("flags", "left", "number", "padding")
 
@@ -96,8 +96,8 @@ class _PartialData:
 class FrameReader:
     """Reads frames and calls the methods of a subclass with them.
 
-    Nothing is held of a DATA frame: its parts are passed on as they come. Of any other frame at most 16 KiB are held
-    until its end has come.
+    DATA frames are not held: their parts are passed on as they arrive. Of any other frame at most 16 KiB are held until
+    its end has arrived.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class FrameReader:
         """Frames that were received as a whole; one for a whole header block."""
 
     def receive(self, data: bytes = b"", units: float = math.inf) -> float:
-        """Process `data`, behind what earlier calls have left, as far as its frames cost no more than `units`.
+        """Process `data`, after the bytes that earlier calls have left, as far as its frames cost at most `units`.
 
         Returns:
             The units that are left; frames are left too if `needed_units` is above 0. `TURN_UNITS` are enough for any.
@@ -141,12 +141,12 @@ class FrameReader:
 
     @property
     def is_inside(self) -> bool:
-        """True if a frame or a header block has begun and not ended. The preface counts as a frame."""
+        """True if a frame or a header block has begun and did not end. The preface counts as a frame."""
         return self._at < len(self._rest) or self._open_block > 0 or self._partial is not None
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of a frame or a header block whose end has not come."""
+        """Bytes of a frame or a header block whose end has not arrived."""
         return len(self._rest) - self._at + self._block_bytes
 
     @property
@@ -155,11 +155,11 @@ class FrameReader:
         raise NotImplementedError
 
     def _on_frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        """A frame that is not DATA."""
+        """Take a frame that is not DATA."""
         raise NotImplementedError
 
     def _begin_data(self, flags: int, number: int, length: int, padding: int) -> None:
-        """A DATA frame with a payload of `length` bytes; `padding` of them, with their length, are not passed on."""
+        """Begin a DATA frame with a payload of `length` bytes; `padding` of them, with their length, are dropped."""
         raise NotImplementedError
 
     def _on_data(self, number: int, payload: Payload, end: bool) -> None:
@@ -167,7 +167,8 @@ class FrameReader:
         raise NotImplementedError
 
     def _read_frame(self, units: float) -> int:
-        """Process a frame, or a part of DATA, if it costs at most `units`; its cost, 0 where more has to come first."""
+        """Process a frame, or a part of DATA, if it costs at most `units`; return its cost, or 0 if more has to arrive
+        first."""
         at, size = self._at, len(self._rest)
         if self._partial is not None:
             if at < size and units:
@@ -242,7 +243,7 @@ class FrameReader:
             self._read_rest(self._partial)
 
     def _read_rest(self, partial: _PartialData) -> None:
-        """Pass on what has come of a DATA frame."""
+        """Pass on the received part of a DATA frame."""
         at, size = self._at, len(self._rest)
         end = min(at + partial.left, size)
         partial.left -= end - at

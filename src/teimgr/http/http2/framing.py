@@ -75,19 +75,19 @@ class Receiver(Protocol):
     """The reactions of a connection to received frames; numbers are those of streams."""
 
     def on_request(self, number: int, headers: Headers) -> bool:
-        """A stream is opened; False refuses it unprocessed."""
+        """Open a stream; False refuses it unprocessed."""
 
     def on_data(self, number: int, data: Payload) -> None:
-        """A DATA frame, or as much of it as has come. The windows that it took are to be opened again."""
+        """Take a DATA frame, or the received part of it. The windows that it took are to be opened again."""
 
     def on_end(self, number: int) -> None:
         """The client sends no more on the stream."""
 
     def on_reset(self, number: int) -> None:
-        """The client, or an error of the client on this stream, has reset it."""
+        """The stream was reset by the client, or because of an error of the client."""
 
     def on_window(self, number: int) -> None:
-        """More may be sent on a stream, or, where `number` is 0, on all."""
+        """More may be sent on a stream, or on all if `number` is 0."""
 
     def on_settings(self, changes_windows: bool) -> None:
         """The client's settings are in force and acknowledged."""
@@ -96,7 +96,7 @@ class Receiver(Protocol):
         """The client opens no more streams."""
 
     def on_control(self, count: int = 1) -> None:
-        """A frame that carries nothing for a call, or one that costs as much as `count` of them."""
+        """Count a frame that carries nothing for a call, or one that costs as much as `count` of them."""
 
 
 class _Flow:
@@ -112,13 +112,13 @@ class _Flow:
 
 
 class Framing(FrameReader):
-    """Parses what a client sends and makes the frames of what it is sent.
+    """Parses what a client sends, and makes the frames that are sent to it.
 
     `receive` calls `receiver` and raises ConnectionBroken; the other methods append frames, which `take` returns.
 
-    A client that sends on a stream that it ended itself gets STREAM_CLOSED. What comes on one that was reset here is
-    ignored, and not counted as far as its window goes: the client may have sent it before it received RST_STREAM (RFC
-    9113, section 5.1).
+    A client that sends on a stream that it ended itself gets STREAM_CLOSED. Frames on a stream that was reset here are
+    ignored, and not counted up to its window: the client may have sent them before it received RST_STREAM (RFC 9113,
+    section 5.1).
     """
 
     def __init__(self, receiver: Receiver, *, max_streams: int, stream_window: int, connection_window: int) -> None:
@@ -160,7 +160,7 @@ class Framing(FrameReader):
         self._put(WINDOW_UPDATE, 0, 0, LONG.pack(connection_window - _DEFAULT_WINDOW))
 
     def forget_receiver(self) -> None:
-        """Break the reference cycle with the receiver, which is freed at once so; nothing may be received after it."""
+        """Break the reference cycle with the receiver, which is freed at once; nothing may be received afterwards."""
         self._receiver = cast(Receiver, None)
 
     # Receiving
@@ -217,7 +217,7 @@ class Framing(FrameReader):
         return size > 0 or bool(flags & END_STREAM)
 
     def _refuse_closed(self, number: int) -> None:
-        """Answer DATA of a stream that is closed, by its client or for long."""
+        """Answer DATA of a stream that its client has closed, or that was closed long ago."""
         self._receiver.on_control()
         self._put(RST_STREAM, 0, number, LONG.pack(ErrorCode.STREAM_CLOSED))
 
@@ -284,7 +284,7 @@ class Framing(FrameReader):
             self.break_stream(number, ErrorCode.PROTOCOL_ERROR)
 
     def _on_late_headers(self, flags: int, number: int) -> None:
-        """HEADERS of a number that is not above the highest, of no open stream."""
+        """Handle HEADERS for a number that is not above the highest and has no open stream."""
         self._receiver.on_control()
         if any(number in skipped for skipped in self._skipped):
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"stream {number} was skipped, which closed it")
@@ -393,7 +393,8 @@ class Framing(FrameReader):
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"{what} of stream {number}, which is not open")
 
     def break_stream(self, number: int, code: ErrorCode) -> None:
-        """Reset a stream because of an error of its client; counted, else it would be a way to cancel without limit."""
+        """Reset a stream because of an error of its client. It is counted, else it would be a way to cancel without
+        limit."""
         self._receiver.on_control()
         self.reset(number, code)
         self._receiver.on_reset(number)
@@ -407,12 +408,12 @@ class Framing(FrameReader):
     # Sending
 
     def take(self) -> list[Payload]:
-        """The bytes to send, in parts, each once."""
+        """Return the bytes to send, in parts, each once."""
         out, self._out, self.waiting_bytes = self._out, [], 0
         return out
 
     def headers(self, number: int, headers: Headers, end: bool) -> None:
-        """Raises KeyError: the stream is not open for sending."""
+        """Append a header block; raises KeyError if the stream is not open for sending."""
         flow = self._flow(number)
         self._sent(0)
         block, flags = encode_headers(headers), END_STREAM if end else 0
@@ -431,7 +432,7 @@ class Framing(FrameReader):
             self._end_here(number, flow)
 
     def data(self, number: int, data: memoryview, end: bool) -> None:
-        """A DATA frame, which fits into the windows and may not change until it is written.
+        """Append a DATA frame, which fits into the windows and may not change until it is written.
 
         Raises:
             KeyError: the stream is not open for sending.
@@ -454,11 +455,11 @@ class Framing(FrameReader):
         self._free_updates = min(free, _MAX_FREE_UPDATES)
 
     def window_of(self, number: int) -> int:
-        """Bytes of DATA that the window of a stream allows; raises KeyError: it is closed."""
+        """Return the bytes of DATA that the window of a stream allows; raises KeyError if it is closed."""
         return self._flows[number].send_window
 
     def reset(self, number: int, code: ErrorCode) -> None:
-        """Close a stream at once, where it is open."""
+        """Close a stream at once, if it is open."""
         if (flow := self._flows.pop(number, None)) is None:
             return
         self._put(RST_STREAM, 0, number, LONG.pack(code))
@@ -466,25 +467,25 @@ class Framing(FrameReader):
             self._expect_rest(number, max(flow.receive_window, 0))
 
     def refuse(self, number: int, code: ErrorCode) -> None:
-        """Say that the request of a stream was wrong, also of one that both sides have ended."""
+        """Report that the request of a stream was wrong, even if both sides have ended the stream."""
         self._flows.pop(number, None)
         self._put(RST_STREAM, 0, number, LONG.pack(code))
         self._expect_rest(number, self._stream_window)
 
     def _expect_rest(self, number: int, window: int) -> None:
-        """Do not count the data that a client may have sent on a stream before it knew that it was reset."""
+        """Do not count the data that a client may have sent on a stream before it received its reset."""
         self._reset_windows[number] = window
         if len(self._reset_windows) > _RESET_STREAMS:
             del self._reset_windows[next(iter(self._reset_windows))]
 
     def goaway(self, code: ErrorCode) -> None:
-        """The client is to open no more streams; those above the highest so far are not processed."""
+        """Stop the client from opening streams; those above the highest so far are not processed."""
         if self._last_stream is None:  # a later one may not name a higher stream (RFC 9113, section 6.8)
             self._last_stream = self.highest_stream
         self._put(GOAWAY, 0, 0, GOAWAY_BODY.pack(self._last_stream, code))
 
     def acknowledge(self, number: int, size: int) -> None:
-        """Let the client send `size` bytes more on a stream, which may be closed."""
+        """Let the client send `size` more bytes on a stream, which may be closed."""
         flow = self._flows.get(number)
         if flow is not None and not flow.ended_there:
             flow.unacknowledged += size
@@ -494,7 +495,7 @@ class Framing(FrameReader):
                 flow.unacknowledged = 0
 
     def open_window(self, size: int) -> None:
-        """Let the client send `size` bytes more on the connection."""
+        """Let the client send `size` more bytes on the connection."""
         self._unacknowledged += size
         if self._unacknowledged >= self._connection_window // _UPDATE_SHARE:
             self._put(WINDOW_UPDATE, 0, 0, LONG.pack(self._unacknowledged))
@@ -519,13 +520,13 @@ class Framing(FrameReader):
 
 
 def _check_priority(number: int, payload: bytes) -> None:
-    """Raises ConnectionBroken: the stream depends on itself (RFC 7540, section 5.3.1; RFC 9113 has no priorities)."""
+    """Raise ConnectionBroken if the stream depends on itself (RFC 7540, section 5.3.1; RFC 9113 has no priorities)."""
     if LONG.unpack_from(payload)[0] & MAX_WINDOW == number:
         raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"stream {number} depends on itself")
 
 
 def _unpadded(payload: bytes) -> bytes:
-    """The payload of a padded frame of HEADERS (RFC 9113, section 6.1)."""
+    """Return the payload of a padded frame of HEADERS (RFC 9113, section 6.1)."""
     if not payload or payload[0] >= len(payload):
         raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "padding longer than its frame")
     return payload[1 : len(payload) - payload[0]]

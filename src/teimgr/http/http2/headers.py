@@ -33,7 +33,7 @@ _CACHED_FIELDS = 64
 
 
 class InvalidBlock(Exception):
-    """A header block is malformed; the connection cannot go on, as its table is lost."""
+    """A header block is malformed; the connection cannot continue, as its table is lost."""
 
 
 class BlockTooLarge(InvalidBlock):
@@ -43,8 +43,8 @@ class BlockTooLarge(InvalidBlock):
 class HeaderDecoder:
     """Decodes the header blocks of one connection, in their order.
 
-    A block that leaves the table as it was gives the same headers while the table stays so; clients send such blocks
-    for most calls.
+    A block that does not change the table gives the same headers until the table changes; clients send such blocks for
+    most calls.
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class HeaderDecoder:
         self._known: dict[bytes, Headers] = {}
 
     def decode(self, block: bytes) -> Headers:
-        """The fields of a block.
+        """Return the fields of a block.
 
         Raises:
-            BlockTooLarge: they are more than `MAX_HEADER_BYTES`, 32 for each field included.
+            BlockTooLarge: they exceed `MAX_HEADER_BYTES`, counted with 32 bytes more for each field.
             InvalidBlock: the block is malformed.
         """
         known = self._known.get(block)
@@ -80,7 +80,7 @@ class HeaderDecoder:
         return headers
 
     def _decode(self, block: bytes) -> list[tuple[bytes, bytes]]:
-        """Raises IndexError: the block is cut off; else as `decode`."""
+        """Decode a block. Raises IndexError if it is cut off, else like `decode`."""
         fields: list[tuple[bytes, bytes]] = []
         at, end, size = 0, len(block), 0
         while at < end:
@@ -118,7 +118,7 @@ class HeaderDecoder:
         return _STATIC[index - 1]
 
     def _add(self, field: tuple[bytes, bytes]) -> None:
-        """Enter a field into the table; one that is larger than the table empties it."""
+        """Enter a field into the table; a field larger than the table empties it."""
         self._changes += 1
         self._table.appendleft(field)
         self._table_bytes += len(field[0]) + len(field[1]) + _FIELD_BYTES
@@ -139,7 +139,7 @@ class HeaderDecoder:
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
-    """The integer whose first bits are those of `mask` at `at` (section 5.1), of at most six bytes, and its end."""
+    """Return the integer whose first bits are those of `mask` at `at` (section 5.1), of at most 6 bytes, and its end."""
     value = block[at] & mask
     at += 1
     if value < mask:
@@ -154,7 +154,7 @@ def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
 
 
 def _string(block: bytes, at: int) -> tuple[bytes, int]:
-    """The string at `at` (section 5.2), and its end."""
+    """Return the string at `at` (section 5.2), and its end."""
     is_encoded = block[at] & 0x80
     length, at = _integer(block, at, 0x7F)
     end = at + length
@@ -170,7 +170,7 @@ _KEPT_FIELDS, _KEPT_BYTES = 64, 64
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
-    """A field, without indexing (RFC 7541, section 6.2.2)."""
+    """Encode a field without indexing (RFC 7541, section 6.2.2)."""
     if name == b":status" and value == b"200":
         return b"\x88"  # of the static table
     return b"".join((b"\0", _encoded_integer(len(name)), name, _encoded_integer(len(value)), value))
@@ -180,7 +180,7 @@ _kept_literal = lru_cache(_KEPT_FIELDS)(_literal)
 
 
 def _encoded_integer(value: int) -> bytes:
-    """An integer with a prefix of seven bits (RFC 7541, section 5.1)."""
+    """Encode an integer with a prefix of seven bits (RFC 7541, section 5.1)."""
     if value < 0x7F:
         return _SHORT[value]
     encoded = bytearray((0x7F,))
@@ -193,7 +193,7 @@ def _encoded_integer(value: int) -> bytes:
 
 
 def encode_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A header block; names are in lower case."""
+    """Encode a header block; names are in lower case."""
     return b"".join(
         [_kept_literal(name, value) if len(value) <= _KEPT_BYTES else _literal(name, value) for name, value in headers]
     )
@@ -231,10 +231,10 @@ class RequestHead(NamedTuple):
         return any(name == b"expect" and value.lower() == b"100-continue" for name, value in self.fields)
 
     def location(self) -> dict[str, Any]:
-        """The fields of an ASGI scope that are parsed from the target, as uvicorn parses them.
+        """Return the fields of an ASGI scope that are parsed from the target, as uvicorn parses them.
 
         Raises:
-            InvalidHead: the target is no URL.
+            InvalidHead: the target is not a URL.
         """
         try:
             url = httptools.parse_url(self.target)
@@ -246,7 +246,7 @@ class RequestHead(NamedTuple):
 
 
 def read_head(headers: Headers) -> RequestHead:
-    """The head of a request from the headers of its stream. Several Cookie fields become one.
+    """Return the head of a request from the headers of its stream. Several Cookie fields become one.
 
     Raises:
         InvalidHead: it is malformed.
@@ -282,7 +282,7 @@ def read_head(headers: Headers) -> RequestHead:
 
 
 def check_trailers(trailers: Headers) -> None:
-    """Raises InvalidHead: a field is malformed, or a pseudo-header (RFC 9113, section 8.1)."""
+    """Raise InvalidHead if a field is malformed or a pseudo-header (RFC 9113, section 8.1)."""
     for field in trailers:
         kind = _kind(field)
         if kind is _PSEUDO:
@@ -293,7 +293,7 @@ def check_trailers(trailers: Headers) -> None:
 
 @lru_cache(_REMEMBERED_FIELDS)
 def _kind(field: tuple[bytes, bytes]) -> str:
-    """The kind of a field, one of `_KINDS`; of one that is malformed what is wrong with it."""
+    """Return the kind of a field, one of `_KINDS`; for a malformed field, what is wrong with it."""
     name, value = field
     if _VALUE.fullmatch(value) is None:
         return f"the value of {_shown(name)} has a character that no header may have"

@@ -34,7 +34,7 @@ PeerScope = Callable[[asyncio.Transport], dict[str, Any]]
 
 
 def protocol(state: ServerConnections, ticket: Ticket, peer_scope: PeerScope | None = None) -> Connection:
-    """The protocol of a connection with HTTP requests alone."""
+    """Make the protocol of a connection that carries only HTTP requests."""
     return Connection(HttpStreams(state, peer_scope).serve, state, ticket)
 
 
@@ -133,7 +133,7 @@ class HttpStreams:
 
 
 class _AwaitedBody:
-    """The body of a request; `is_awaited` until its client, which waits for that, gets 100 Continue."""
+    """The body of a request whose client waits for 100 Continue; `is_awaited` until that was sent."""
 
     def __init__(self, stream: Stream, is_awaited: bool) -> None:
         self._stream = stream

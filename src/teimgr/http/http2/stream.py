@@ -54,7 +54,7 @@ def _ignore(size: int) -> None:
 class ReceiveBuffer:
     """The received bytes of a stream; `acknowledge` is called with the number of bytes to add to the client's window.
 
-    The window reopens only when a reader waits for data, so what is not read holds the client back.
+    The window reopens only when a reader waits for data, so unread data holds the client back.
     """
 
     def __init__(self, acknowledge: Callable[[int], None]) -> None:
@@ -74,7 +74,7 @@ class ReceiveBuffer:
         return len(self._data) if self.has_ended else None
 
     async def read(self, size: int) -> bytes | bytearray:
-        """Exactly `size` bytes; fewer, or none, at the end of the stream.
+        """Return exactly `size` bytes; fewer, or none, at the end of the stream.
 
         Raises:
             Exception: the error given to `fail`, once all received bytes are read.
@@ -90,17 +90,18 @@ class ReceiveBuffer:
         return self.take()
 
     async def more(self) -> None:
-        """Wait until more is received, or the end; raises as `read`."""
+        """Wait until more is received, or the end; raises like `read`."""
         before = len(self._data)
         while len(self._data) == before and not self.has_ended:
             await self._wait()
 
     def peek(self, size: int) -> bytes:
-        """The first `size` bytes, or fewer where fewer are received; they are not read."""
+        """Return the first `size` bytes, or fewer if fewer are received, without reading them."""
         return bytes(self._data[:size])
 
     def take(self, size: int | None = None) -> bytes | bytearray:
-        """The first `size` received bytes, or all; many of them without a copy, of a millisecond per MB."""
+        """Return the first `size` received bytes, or all. Many bytes are not copied, which would take a millisecond per
+        MB."""
         if size is None:
             size = len(self._data)
         if size > _COPIED_BYTES:
@@ -123,17 +124,17 @@ class ReceiveBuffer:
         self._wake()
 
     def end(self) -> None:
-        """The client sends no more."""
+        """Note that the client sends no more."""
         self.has_ended = True
         self._wake()
 
     def unacknowledged(self) -> int:
-        """The bytes to acknowledge now; each is counted once."""
+        """Return the bytes to acknowledge now; each is counted once."""
         size, self._unacknowledged = self._unacknowledged, 0
         return size
 
     def forget_reader(self) -> None:
-        """Nobody reads any more: break the reference cycles with the stream."""
+        """Break the reference cycles with the stream, once nothing reads it any more."""
         self._acknowledge = _ignore
         self._failure = None
 
@@ -199,7 +200,7 @@ class Stream:
 
     @property
     def is_malformed(self) -> bool:
-        """True if the content is, or will be, not as long as the head says (RFC 9113, section 8.1.1)."""
+        """True if the length of the content differs, or will differ, from the head's (RFC 9113, section 8.1.1)."""
         if self.length is None:
             return False
         return self.received_bytes > self.length or (self.received.has_ended and self.received_bytes < self.length)
@@ -278,11 +279,11 @@ class Stream:
         self.on_stopping = stopping or self.on_stopping
 
     def discard_rest(self) -> None:
-        """Let a client that is answered go on sending its request."""
+        """Let a client whose request was answered go on sending it."""
         self.discards_rest = True
 
     def reset(self, code: ErrorCode = ErrorCode.NO_ERROR) -> None:
-        """End the stream in both directions, where it has not ended."""
+        """End the stream in both directions, if it has not ended."""
         if not self.is_lost and not (self.has_ended and self.received.has_ended):
             self.has_ended = True
             self.connection.reset(self, code)
@@ -310,15 +311,16 @@ class Stream:
             self._sent.set_result(None)
 
     def forget_callbacks(self) -> None:
-        """Called by the connection when the stream was served: break its reference cycles, so that it is freed at once.
+        """Break the reference cycles of the stream, so that it is freed at once. Called by the connection when it was
+        served.
 
-        A collection over the objects of thousands of streams would hold the event loop for all of its time.
+        A garbage collection over the objects of thousands of streams would block the event loop while it runs.
         """
         self.received.forget_reader()
         self.on_lost = self.on_leaving = self.on_stopping = None
 
     def check_open(self) -> None:
-        """Raises StreamLost where nothing can be sent any more."""
+        """Raise StreamLost if nothing can be sent any more."""
         if self.is_lost or self.has_ended:
             raise StreamLost(f"stream {self.number} has ended")
 
@@ -370,10 +372,10 @@ class Sender:
             self._transport.writelines(parts)
 
     async def send_headers(self, stream: Stream, headers: Headers, end: bool) -> None:
-        """Send a block of headers, once the client reads what was written; raises StreamLost.
+        """Send a block of headers, once the client reads the bytes written before; raises StreamLost.
 
-        The last one of a stream does not wait: a client that does not read would hold a task for each of its calls,
-        and opens no more streams, as the connection is not read either.
+        The last block of a stream does not wait: a client that does not read would hold a task for each of its calls.
+        Such a client opens no more streams, as the connection is not read either.
         """
         if not end and not self._writable.is_set():
             await self._writable.wait()
@@ -405,14 +407,14 @@ class Sender:
             stream.discard_unsent()
 
     async def _progress(self, stream: Stream) -> None:
-        """Wait until all is sent, or for the time in which a client must read some; raises Stalled."""
+        """Wait until all is sent, or for the time within which a client must read some; raises Stalled."""
         left, sent_before = len(stream.unsent), self._data_sent
         await asyncio.wait({stream.sending_ended()}, timeout=STALL_S)
         if stream.is_sending and self._is_stalled(stream, left, sent_before):
             raise Stalled(f"a part of it waited {STALL_S:g} s")
 
     def take_turn(self, stream: Stream) -> None:
-        """Line a stream up, where it has data to send."""
+        """Queue a stream that has data to send."""
         if stream.is_sending and not stream.has_turn:
             stream.line_up()
             self._ready.append(stream)
@@ -431,7 +433,8 @@ class Sender:
                     stream.lose()
 
     def _send_frame(self, stream: Stream) -> None:
-        """Send a frame, and line the stream up for the next one; not where its window is empty: until that opens."""
+        """Send a frame, and queue the stream for the next one, unless its window is empty: then it waits until that
+        opens."""
         size = left = len(stream.unsent)
         if left:
             window = min(self._framing.window_of(stream.number), self._framing.send_window)
