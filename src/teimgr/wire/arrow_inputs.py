@@ -31,7 +31,8 @@ _SHOWN_NAMES, _SHOWN_CHARS = 20, 64
 def checked_size(
     ipc: bytes | memoryview, limit_bytes: int, check_rows: Callable[[int], None] = lambda rows: None
 ) -> StreamSize:
-    """The size of a stream once decompressed, by its headers; `check_rows` gets the number of its rows and may raise.
+    """Return the size of a stream once decompressed, by its headers; `check_rows` gets the number of its rows and may
+    raise.
 
     Raises:
         InvalidInput: not an IPC stream.
@@ -51,7 +52,7 @@ def checked_size(
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Arrow's errors in the block become `InvalidInput`, and names that are not UTF-8."""
+    """Turn Arrow's errors in the block, and names that are not UTF-8, into `InvalidInput`."""
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -65,9 +66,9 @@ def _opened(ipc: bytes | memoryview) -> pa.RecordBatchStreamReader:
 def _columns(
     ipc: bytes | memoryview, whole: pa.RecordBatchStreamReader, positions: Iterable[int], go_on: GoOn
 ) -> list[dict[int, pa.Array]]:
-    """The columns at `positions` of all batches, with offsets and UTF-8 validated, which reading IPC alone does not do.
+    """Return the columns at `positions` of all batches. Offsets and UTF-8 are validated, which reading IPC does not do.
 
-    `whole` is a reader of `ipc` that has read the schema alone. Other columns are not decoded. `go_on` is called before
+    `whole` is a reader of `ipc` that has read only the schema. Other columns are not decoded. `go_on` is called before
     each batch and may raise.
 
     Raises:
@@ -91,7 +92,7 @@ def _columns(
 
 
 def _shown(text: str, limit: int = 500) -> str:
-    """A client's text, or one that has parts of it, for an error."""
+    """Shorten a client's text, or a text that contains parts of it, for an error."""
     return text if len(text) <= limit else text[:limit] + "…"
 
 
@@ -108,8 +109,8 @@ def is_string(kind: pa.DataType) -> bool:
 
 
 def texts_of(columns: list[pa.Array], limit_bytes: int) -> TextColumn | SharedTexts:
-    """The rows of validated string columns, at least one, as one: bytes that rows share, such as those of a
-    dictionary's value, are not copied, nor is a single column of plain strings.
+    """Join the rows of validated string columns, at least one. Bytes that rows share, such as those of a dictionary's
+    value, are not copied, nor is a single column of plain strings.
 
     Raises:
         InvalidInput: a text has more than `MAX_TEXT_BYTES`, which one call decodes with the GIL.
@@ -129,7 +130,7 @@ def texts_of(columns: list[pa.Array], limit_bytes: int) -> TextColumn | SharedTe
 
 
 class _Located(NamedTuple):
-    """Where the texts of a column are in its `blocks` (uint8, as if one behind the other); a null has no bytes.
+    """Where the texts of a column are in its `blocks` (uint8, as if concatenated); a null has no bytes.
 
     `plain` is the column itself if its texts follow each other.
     """
@@ -142,7 +143,7 @@ class _Located(NamedTuple):
 
 
 class _Locator:
-    """Finds the texts of columns. A dictionary is looked at once for all batches that share it."""
+    """Finds the texts of columns. A dictionary is examined once for all batches that share it."""
 
     def __init__(self) -> None:
         self._dictionaries: dict[tuple[int, ...], tuple[pa.Array, _Located]] = {}
@@ -242,7 +243,7 @@ class InputKind(Enum):
 class InputBatches:
     """The inputs of all batches in one sequence, texts as a column, and the number of rows of each batch.
 
-    `refused` has the error of each invalid input, by row; `inputs` has None there.
+    `refused` has the error of each invalid input, by row; `inputs` has None at those rows.
     """
 
     kind: InputKind
@@ -265,14 +266,14 @@ def read_inputs(
     go_on: GoOn = lambda: None,
     files: Collection[InputKind] = FILES,
 ) -> InputBatches:
-    """Decode and fully validate the columns of inputs and keys; without a `kind`, the columns determine it: one of
-    files counts where its kind is among `files`, what the model reads.
+    """Decode and fully validate the columns of inputs and keys. Without a `kind`, the columns determine it; a column of
+    files counts if its kind is among `files`, the kinds that the model reads.
 
-    `check_rows` is called with their number before anything is decoded, `go_on` again and again; both may raise.
+    `check_rows` is called with their number before anything is decoded, `go_on` repeatedly; both may raise.
 
     Raises:
-        InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or a column that is missing, there
-            twice or of another type.
+        InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or a column that is missing, repeated or
+            of another type.
         TooLarge: its buffers once decompressed, or its texts as separate strings, need more than `limit_bytes`, or
             the bounds of `wire/arrow_limits.py`.
     """
@@ -293,7 +294,7 @@ def read_inputs(
 
 
 def has_files(ipc: bytes | memoryview, column: str) -> bool:
-    """True if a stream has files in a column of this name; raises InvalidInput: it is not an IPC stream."""
+    """True if a stream has files in a column of this name; raises InvalidInput if it is not an IPC stream."""
     with _refusing():
         return _holds_files(_opened(ipc).schema, column)
 
@@ -372,10 +373,10 @@ def _inputs(
 
 
 def _strings(texts: TextColumn | SharedTexts, limit_bytes: int) -> Sequence[str | None]:
-    """The texts as strings, equal ones of a dictionary once.
+    """Return the texts as strings; equal ones of a dictionary are made once.
 
     Raises:
-        TooLarge: they would take more than `limit_bytes`: four for a character where a text has one of four.
+        TooLarge: they may take more than `limit_bytes`, at four bytes a character.
     """
     if isinstance(texts, SharedTexts):
         begins, ends = np.unique(np.stack([texts.begins, texts.ends]), axis=1)
@@ -424,10 +425,10 @@ def read_texts(
     check_rows: Callable[[int], None] = lambda rows: None,
     go_on: GoOn = lambda: None,
 ) -> tuple[TextColumn | SharedTexts, list[int]]:
-    """Decode and fully validate a stream of texts: those of all batches, and the rows per batch.
+    """Decode and fully validate a stream of texts: return the texts of all batches, and the rows per batch.
 
     `check_rows` is called with their number before anything is decoded: a row may be a single byte here, and a whole
-    vector later. `go_on` is called again and again. Both may raise.
+    vector later. `go_on` is called repeatedly. Both may raise.
 
     Raises:
         InvalidInput: not an IPC stream, broken buffers, bad UTF-8, no batch, or no string column.

@@ -72,8 +72,8 @@ def read_outline(stream: bytes | bytearray | memoryview) -> Outline:
 
 
 class StreamSize(NamedTuple):
-    """What an IPC stream holds: rows and batches, the bytes of all buffers after decompression, and `read_bytes`, which
-    counts dictionaries again for each batch: that is validated, and copied where they grow."""
+    """The contents of an IPC stream: rows and batches, the bytes of all buffers after decompression, and `read_bytes`,
+    which counts dictionaries again for each batch: each batch validates them, and copies them if they grow."""
 
     rows: int
     batches: int
@@ -82,7 +82,7 @@ class StreamSize(NamedTuple):
 
 
 def stream_size(stream: bytes | memoryview) -> StreamSize:
-    """The size of an IPC stream, by its headers.
+    """Return the size of an IPC stream, by its headers.
 
     Raises:
         ValueError: a header points outside the stream.
@@ -130,7 +130,7 @@ def _stream_size(view: memoryview) -> StreamSize:
 
 
 def _check_columns(view: memoryview, schema: int) -> None:
-    """Count columns with their children, as often as a reader meets them: several may have the same child."""
+    """Count columns with their children, as often as a reader meets them: several may share a child."""
     waiting, count = [(schema, _SCHEMA_FIELDS)], 0
     while waiting:
         at = _field(view, *waiting.pop())
@@ -149,7 +149,7 @@ def _long(view: memoryview, table: int, number: int) -> int:
 
 
 def _messages(view: memoryview) -> Iterator[tuple[int, int, int]]:
-    """(start of the metadata, start of the body, size of the body) of every message."""
+    """Yield (start of the metadata, start of the body, size of the body) of every message."""
     offset = 0
     while offset + 8 <= len(view):
         marker, size = _marker_and_size(view, offset)
@@ -170,7 +170,7 @@ def _messages(view: memoryview) -> Iterator[tuple[int, int, int]]:
 
 
 def _header(view: memoryview, metadata: int) -> tuple[int, int]:
-    """The type of a message, 0 when it has none, and the position of its header table."""
+    """Return the type of a message, 0 if it has none, and the position of its header table."""
     message = _follow(view, metadata)
     kind_at = _field(view, message, _MESSAGE_HEADER_TYPE)
     header_at = _field(view, message, _MESSAGE_HEADER)
@@ -189,8 +189,8 @@ def _has_text(view: memoryview, schema: int) -> bool:
 
 
 def _decoded_body(view: memoryview, batch: int, body: int, size: int) -> tuple[int, int]:
-    """How many buffers a batch has, and their bytes after decompression: several may be the same bytes of the body,
-    which a reply that repeats columns has once for each."""
+    """Return how many buffers a batch has, and their bytes after decompression. Several buffers may share bytes of the
+    body, which a reply that repeats columns has once for each."""
     vector, count = _buffers(view, batch)
     if count > MAX_BUFFERS:
         return count, size
@@ -215,7 +215,7 @@ def _decoded_buffer(view: memoryview, body: int, size: int, offset: int, length:
 
 
 def _buffers(view: memoryview, batch: int) -> tuple[int, int]:
-    """The position of the vector of a batch's buffers, and how many there are."""
+    """Return the position of the vector of a batch's buffers, and their number."""
     at = _field(view, batch, _BATCH_BUFFERS)
     if not at:
         return 0, 0
@@ -236,7 +236,7 @@ def _follow(view: memoryview, at: int) -> int:
 
 
 def _field(view: memoryview, table: int, number: int) -> int:
-    """The position of a table's field, 0 when it is absent."""
+    """Return the position of a table's field, 0 if it is absent."""
     (back,) = _i32(view, table)
     vtable = table - back
     if vtable < 0:

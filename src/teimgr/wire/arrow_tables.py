@@ -29,14 +29,14 @@ class Column(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Key columns of a request, repeated in its reply: their fields, and for every batch one array per field."""
+    """Key columns of a request, repeated in its reply: their fields, and one array per field for every batch."""
 
     fields: Sequence[pa.Field]
     batches: Sequence[Sequence[pa.Array]]
 
 
 def failed_rows(count: int, errors: Mapping[int, TeimgrError]) -> Failed:
-    """A mask of the failed rows, bool [count]; None when none failed."""
+    """Return a mask of the failed rows, bool [count]; None if none failed."""
     if not errors:
         return None
     failed = np.zeros(count, np.bool_)
@@ -51,7 +51,7 @@ def vector_column(
     precision: Precision = Precision.FLOAT32,
     metadata: Mapping[str, str] | None = None,
 ) -> Column:
-    """A fixed-size list per row; `vectors` is float32 [n, width], C-contiguous."""
+    """Make a column with a fixed-size list per row; `vectors` is float32 [n, width], C-contiguous."""
     elements = converted(vectors, precision)
     kind = _vector_type(precision, elements.shape[1])
     values = pa.FixedSizeListArray.from_arrays(pa.array(elements.reshape(-1)), type=kind, mask=_mask(failed))
@@ -65,7 +65,7 @@ def matrix_column(
     precision: Precision = Precision.FLOAT32,
     metadata: Mapping[str, str] | None = None,
 ) -> Column:
-    """A list of fixed-size lists per row, of float32 [any, width]; a row that is None is null."""
+    """Make a column with a list of fixed-size lists per row, of float32 [any, width]; a row that is None is null."""
     parts = [np.zeros((0, width), np.float32), *(matrix for matrix in matrices if matrix is not None)]
     elements = converted(np.concatenate(parts), precision)
     inner = _vector_type(precision, elements.shape[1])
@@ -79,7 +79,7 @@ def sparse_column(
     vectors: Sequence[tuple[NDArray[np.uint32], NDArray[np.float32]] | None],
     metadata: Mapping[str, str] | None = None,
 ) -> Column:
-    """A list of (index, value) per row, from uint32 [k] and float32 [k]; a row that is None is null."""
+    """Make a column with a list of (index, value) per row, from uint32 [k] and float32 [k]; None becomes a null row."""
     present = [vector for vector in vectors if vector is not None]
     indices = np.concatenate([np.zeros(0, np.uint32), *(indices for indices, _ in present)])
     values = np.concatenate([np.zeros(0, np.float32), *(values for _, values in present)])
@@ -115,7 +115,7 @@ def write_table(
     head: Head = _no_head,
     metadata: Mapping[str, str] | None = None,
 ) -> memoryview:
-    """`head`, and the IPC stream of `keys` and `columns`, in batches of `rows` rows; `lz4` compresses bodies.
+    """Write `head` and the IPC stream of `keys` and `columns`, in batches of `rows` rows; `lz4` compresses bodies.
 
     `metadata` is the schema's.
     """
@@ -143,7 +143,7 @@ def write_table(
 
 
 def _behind(head: Head, ipc: pa.Buffer) -> memoryview:
-    """Head and stream; numpy copies without the GIL."""
+    """Return the stream after its head; numpy copies without the GIL."""
     begin = head(ipc.size)
     whole = np.empty(len(begin) + ipc.size, np.uint8)
     whole[: len(begin)] = np.frombuffer(begin, np.uint8)
@@ -163,7 +163,7 @@ def _vector_type(precision: Precision, elements: int) -> pa.DataType:
 
 
 def _lists(kind: pa.DataType, flat: pa.Array, rows: Sequence[Sequence[Any] | NDArray[Any] | None]) -> pa.Array:
-    """`flat` split into lists of the rows' lengths."""
+    """Split `flat` into lists of the rows' lengths."""
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([0 if row is None else len(row) for row in rows], out=offsets[1:])
     failed = np.array([row is None for row in rows], np.bool_)
@@ -184,9 +184,10 @@ def write_vectors(
     head: Head = _no_head,
     metadata: Mapping[str, str] | None = None,
 ) -> memoryview:
-    """The IPC stream of `vectors` (float32 [n, dim], C-contiguous), in batches of `rows` rows; `head` as `write_table`.
+    """Write the IPC stream of `vectors` (float32 [n, dim], C-contiguous), in batches of `rows` rows; `head` as in
+    `write_table`.
 
-    `lz4` compresses bodies, which gains nothing on vectors and is there because the contract has it.
+    `lz4` compresses bodies, which gains nothing on vectors; it exists because the contract has it.
     """
     failed = failed_rows(len(vectors), errors)
     columns = [vector_column("embeddings", vectors, failed, precision), error_column(len(vectors), errors)]
@@ -202,7 +203,7 @@ def write_sparse(
     head: Head = _no_head,
     metadata: Mapping[str, str] | None = None,
 ) -> memoryview:
-    """The IPC stream of sparse `vectors` (ascending indices, values; None if the row failed); `head` as above."""
+    """Write the IPC stream of sparse `vectors` (ascending indices, values; None if the row failed); `head` as above."""
     columns = [sparse_column("sparse_embeddings", vectors), error_column(len(vectors), errors)]
     return write_table(columns, rows, lz4=lz4, head=head, metadata=metadata)
 
@@ -225,7 +226,7 @@ def _is_binary(kind: pa.DataType) -> bool:
 def images_of(
     columns: Sequence[pa.Array], texts: Sequence[str | None] | None
 ) -> tuple[list[ImageRow], dict[int, InvalidInput]]:
-    """The rows of columns of images, where one has none its text, else both; and why rows are refused.
+    """Return the rows of columns of images, with the text of a row without an image, or both; and why rows are refused.
 
     `texts` has a text or None for each row. A path is never opened.
     """

@@ -1,7 +1,7 @@
 """HTTP error bodies, one per dialect.
 
 Statuses are those of `STATUS` in `wire/status.py`, as in TEI and in REST. The other dialects have neither 422 nor 424
-for an input that breaks a rule; theirs are in `_OTHER_STATUS`. An unknown dialect gets OpenAI's body.
+for an input that breaks a rule; their statuses are in `_OTHER_STATUS`. An unknown dialect gets OpenAI's body.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def failure(dialect: str, error: TeimgrError, param: str | None = None) -> HttpR
 
 
 def refusal(dialect: str, status: int, message: str, param: str | None = None) -> HttpReply:
-    """The same for a request refused before any call: 400, 413, 415 and their like."""
+    """Like `failure`, for a request refused before any call: 400, 413, 415 and similar statuses."""
     return _reply(dialect, ErrorDetails(status, message, _CODE_OF_STATUS.get(status, Code.INVALID_INPUT), param))
 
 
@@ -75,7 +75,7 @@ def _reply(dialect: str, details: ErrorDetails) -> HttpReply:
 
 
 def _too_long(dialect: str, error: InputTooLong) -> str:
-    """The sentence by which clients of vLLM and of Ollama know a context that is exceeded."""
+    """Return the sentence by which clients of vLLM and of Ollama recognise an exceeded context."""
     if dialect == OLLAMA:
         return f"the input length exceeds the context length: {error.given}, where the limit is {error.limit} tokens"
     if dialect != VLLM:
@@ -109,7 +109,7 @@ def _retry_after(dialect: str, details: ErrorDetails) -> dict[str, str]:
 
 
 def _reason(details: ErrorDetails) -> dict[str, str]:
-    """Why the call was not served, as a word that is the same in all dialects and in gRPC's trailers."""
+    """Return why the call was not served, as a word that is the same in all dialects and in gRPC's trailers."""
     return {CODE_KEY: details.code.name}
 
 

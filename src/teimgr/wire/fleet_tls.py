@@ -49,10 +49,10 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 def check_node_name(name: str) -> str:
-    """The name, where it is one: as of a host, in lower case, of at most 63 characters.
+    """Return the name if it is valid: like a host's, in lower case, of at most 63 characters.
 
     Raises:
-        ValidationError: it is not.
+        ValidationError: it is not valid.
     """
     if len(name) > MAX_NODE_NAME or not _NODE_NAME.fullmatch(name):
         raise ValidationError(
@@ -77,7 +77,7 @@ class FleetName(NamedTuple):
 
     @classmethod
     def parse(cls, uri: str) -> FleetName | None:
-        """The name in a URI of a certificate; None if it is no such name."""
+        """Return the name in a URI of a certificate; None if the URI does not hold one."""
         kind, _, node = uri.removeprefix(_TRUST_DOMAIN).partition("/")
         if uri.startswith(_TRUST_DOMAIN) and kind == "daemon" and not node:
             return cls()
@@ -105,7 +105,7 @@ class Peer(NamedTuple):
 
 
 def peer_of(ssl_object: Any) -> Peer:
-    """The peer of an established connection, by its certificate.
+    """Return the peer of an established connection, by its certificate.
 
     Raises:
         Unauthenticated: the certificate is missing, or does not hold exactly one name of the fleet.
@@ -122,9 +122,9 @@ def peer_of(ssl_object: Any) -> Peer:
 class FleetIdentity:
     """The certificate of a node (or of the daemon) in `folder`, and contexts made of it.
 
-    The files are read again when they have changed, so connections that are made after a renewal use the new ones. A
-    context is never changed: a live one cannot drop an authority. Files that cannot be used are logged, and the former
-    contexts stay in use.
+    The files are read again when they have changed, so connections made after a renewal use the new ones. A context is
+    never changed: a live one cannot drop an authority. If files cannot be used, that is logged, and the former contexts
+    stay in use.
     """
 
     def __init__(self, folder: Path, node: str = "") -> None:
@@ -135,11 +135,12 @@ class FleetIdentity:
         self._removed: tuple[Stamp | None, Mapping[str, float]] = (None, {})
 
     def client_context(self) -> ssl.SSLContext:
-        """For connections to other nodes, whose name the caller checks by `peer_of`. Raises as `server_context`."""
+        """Return a context for connections to other nodes, whose name the caller checks by `peer_of`. Raises like
+        `server_context`."""
         return self._current()[0]
 
     def server_context(self) -> ssl.SSLContext:
-        """For connections from other nodes, which must present a certificate of the fleet.
+        """Return a context for connections from other nodes, which must present a certificate of the fleet.
 
         Raises:
             InvalidConfig: the files cannot be used, and no earlier ones were.
@@ -147,10 +148,10 @@ class FleetIdentity:
         return self._current()[1]
 
     def check(self, peer: Peer) -> None:
-        """Check that the certificate of a peer was not revoked, by the file of now.
+        """Check that the certificate of a peer was not revoked, by the file's present content.
 
         Raises:
-            Unauthenticated: it was.
+            Unauthenticated: it was revoked.
         """
         path = self.folder / REMOVED_FILE
         stamp, removed = self._removed
@@ -177,11 +178,11 @@ class FleetIdentity:
         return self._contexts
 
     def _read_stamp(self) -> Stamp | None:
-        """A value that changes when a file is replaced; None if one is missing."""
+        """Return a value that changes when a file is replaced; None if one is missing."""
         return _stamp_of(self.folder / IDENTITY_FILE, self.folder / AUTHORITIES_FILE)
 
     def context(self, protocol: Any) -> ssl.SSLContext:
-        """A new context of the present files, for the caller alone. Raises OSError and ValueError."""
+        """Make a new context of the present files, which only the caller uses. Raises OSError and ValueError."""
         context = new_context(protocol)
         context.load_cert_chain(self.folder / IDENTITY_FILE)
         context.load_verify_locations(self.folder / AUTHORITIES_FILE)
@@ -197,7 +198,7 @@ def _stamp_of(*paths: Path) -> Stamp | None:
 
 
 def new_context(protocol: Any) -> ssl.SSLContext:
-    """A context of TLS 1.3 that demands a certificate of its peer, without authorities or its own certificate.
+    """Make a context of TLS 1.3 that demands a certificate of its peer, without authorities or its own certificate.
 
     Host names are not checked: certificates name nodes. Sessions are not resumed: each connection proves the
     certificate again.
@@ -212,7 +213,7 @@ def new_context(protocol: Any) -> ssl.SSLContext:
 
 
 def write_identity(folder: Path, key: bytes, certificate: bytes, authorities: bytes) -> None:
-    """Replace the files of an identity, given as PEM; authorities first, for the certificate may be of a new one.
+    """Replace the files of an identity, given as PEM; authorities first, because the certificate may be of a new one.
 
     Raises:
         OSError: they cannot be written.
@@ -223,7 +224,7 @@ def write_identity(folder: Path, key: bytes, certificate: bytes, authorities: by
 
 
 def write_removed(folder: Path, removed: Mapping[str, float]) -> None:
-    """Replace the list of revoked nodes beside an identity, unless it is the same.
+    """Replace the list of revoked nodes next to an identity, unless it is unchanged.
 
     Raises:
         OSError: it cannot be written.
@@ -239,10 +240,11 @@ _LOG_PAUSE_S = 1.0
 
 
 class FleetListener:
-    """Accepts connections on `listener`, which listens already, and makes a protocol for each; `address` is where.
+    """Accepts connections on `listener`, which listens already at `address`, and makes a protocol for each.
 
-    The connections of protocols have proved a certificate of the fleet; whose, they ask `fleet_tls.peer_of`. There are
-    `most` at a time, by default as many as a port may have. `noun` is what logs call a connection.
+    Each connection has proved a certificate of the fleet; its protocol gets the peer's name by `fleet_tls.peer_of`. At
+    most `most` connections are open at a time, by default as many as a port may have. `noun` names a connection in
+    logs.
     """
 
     def __init__(
@@ -274,7 +276,7 @@ class FleetListener:
         self._listener.close()
 
     def log_refusal(self, client: str, error: Exception) -> None:
-        """Log why the connection of a client was refused, with the reason of the TLS library where it has one."""
+        """Log why the connection of a client was refused, with the reason of the TLS library if there is one."""
         now = asyncio.get_running_loop().time()
         self._may_log = min(_LOGGED, self._may_log + (now - self._logged_at) / _LOG_PAUSE_S)
         self._logged_at = now

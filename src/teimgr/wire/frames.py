@@ -115,7 +115,7 @@ _FLAG_OF = dict(zip(LANES, (Flag.INTERACTIVE, Flag.BULK), strict=True))
 
 
 def in_lane(flags: int, word: str | None) -> int:
-    """`flags` of a request in the lane that its caller chose by `word`; unchanged where that is None.
+    """Return `flags` of a request in the lane that its caller chose by `word`; unchanged if that is None.
 
     Raises:
         InvalidInput: `word` is not in `LANES`.
@@ -154,7 +154,7 @@ class Timings(NamedTuple):
     inference_ns: int
 
     def headers(self) -> dict[str, str]:
-        """TEI's eight response headers, which are gRPC's initial metadata too; times in milliseconds."""
+        """Return TEI's eight response headers, which are gRPC's initial metadata too; times in milliseconds."""
         total_ms = str(self.total_ns // _NS_PER_MS)
         return {
             "x-compute-type": "gpu+optimized",
@@ -168,35 +168,35 @@ class Timings(NamedTuple):
         }
 
     def pack(self) -> bytes:
-        """The block of 40 bytes at the start of a reply flagged TIMINGS."""
+        """Pack the block of 40 bytes at the start of a reply flagged TIMINGS."""
         return TIMINGS.pack(*self)
 
 
 def pack_header(
     length: int, type: FrameType, method: int, id: int, flags: int = 0, deadline_ms: int = 0, context_bytes: int = 0
 ) -> bytes:
-    """The 24 bytes before a context and a payload, which have `length` bytes together."""
+    """Pack the 24 bytes before a context and a payload, which have `length` bytes together."""
     return HEADER.pack(length, type, method, flags, id, deadline_ms, context_bytes)
 
 
 def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> Header:
-    """The header at `offset`; the buffer must hold 24 bytes from there."""
+    """Parse the header at `offset`; the buffer must hold 24 bytes from there."""
     return Header(*HEADER.unpack_from(buffer, offset))
 
 
 def split_timings(payload: Received) -> tuple[Timings, Received]:
-    """The timings of a reply and the payload after them; a large payload is not copied."""
+    """Return the timings of a reply and the payload after them; a large payload is not copied."""
     rest = payload if len(payload) <= _OWN_BUFFER_BYTES else memoryview(payload)
     return Timings._make(TIMINGS.unpack_from(payload)), rest[TIMINGS.size :]
 
 
 def retry_after_ms(error: TeimgrError) -> int:
-    """The `deadline_ms` of an ERROR frame: when to try again; 0 without an estimate."""
+    """Return the `deadline_ms` of an ERROR frame: when to try again; 0 without an estimate."""
     return int(max(0.0, error.retry_after_s or 0.0) * 1000)
 
 
 def pack_error(error: TeimgrError) -> bytes:
-    """The payload of an ERROR frame: the code in a byte, the message, a NUL, and the index of an input at fault."""
+    """Pack the payload of an ERROR frame: the code in a byte, the message, a NUL, and the index of a faulty input."""
     index = "" if error.input_index is None else error.input_index
     return bytes((error.code,)) + f"{error.message}\0{index}".encode("utf-8", "replace")
 
@@ -275,7 +275,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
     ) -> None:
         """Queue one frame, to be written with others by the end of this loop tick; a closed link drops it.
 
-        `before` is the beginning of the payload, where that is in two parts.
+        `before` is the beginning of the payload, if the payload is in two parts.
 
         A frame that may `linger` waits up to a millisecond for others: a stream's frames come one per tick, and one
         write for each would be a third of a stream's cost.
@@ -297,12 +297,12 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self._loop.call_soon(self._flush)
 
     def abort(self) -> None:
-        """Close at once; what is queued is dropped."""
+        """Close at once; queued frames are dropped."""
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Write what is queued, then close."""
+        """Write the queued frames, then close."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
@@ -329,7 +329,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self.link_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Receive into the large payload that is incomplete, else into the shared buffer."""
+        """Receive into the incomplete large payload, else into the shared buffer."""
         if self._own:
             return memoryview(self._own)[self._own_filled :]
         return memoryview(self._shared)[self._filled :]
@@ -405,7 +405,7 @@ _new_bytearray.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
 
 
 def _unfilled(size: int) -> bytearray:
-    """An uninitialised bytearray, for callers that fill all of it: zeroing 60 MB would hold a loop for 50 ms."""
+    """Return an uninitialised bytearray, for callers that fill all of it: zeroing 60 MB would hold a loop for 50 ms."""
     made: bytearray = _new_bytearray(None, size)
     return made
 
@@ -434,12 +434,12 @@ class HttpReply(NamedTuple):
 
 
 def request_head(request: HttpRequest) -> bytes:
-    """The payload up to the body; raises HeadTooLong."""
+    """Return the payload up to the body; raises HeadTooLong."""
     return _http_head({name: value for name, value in request._asdict().items() if name != "body"})
 
 
 def read_request(payload: Buffer) -> HttpRequest:
-    """Parse a request; the body is a view of `payload`; raises ValueError: the payload is malformed."""
+    """Parse a request; the body is a view of `payload`. Raises ValueError if the payload is malformed."""
     head, body = _split_http(payload)
     try:
         dialect, method, path = (_text_in(head[name]) for name in ("dialect", "method", "path"))
@@ -449,12 +449,12 @@ def read_request(payload: Buffer) -> HttpRequest:
 
 
 def reply_head(reply: HttpReply) -> bytes:
-    """The payload up to the body; raises HeadTooLong."""
+    """Return the payload up to the body; raises HeadTooLong."""
     return _http_head({"status": reply.status, "headers": reply.headers})
 
 
 def read_reply(payload: Buffer) -> HttpReply:
-    """Parse a reply; the body is a view of `payload`; raises ValueError: the payload is malformed."""
+    """Parse a reply; the body is a view of `payload`. Raises ValueError if the payload is malformed."""
     head, body = _split_http(payload)
     status = head.get("status")
     if not isinstance(status, int) or not 200 <= status <= 599:

@@ -4,8 +4,8 @@ The default interval is 5 ms, and each callback of an event loop may have to wai
 Half a millisecond costs a worker 5 % of its processor time under 64 callers, whose engine threads and loop then
 interrupt each other far more often than they need to. So the interval is short while long work of a caller runs.
 
-That alone does not help a loop much: libuv takes the GIL for each callback again, and waits each time for the interval
-and for the call that holds it then. A thread that computes for seconds therefore sleeps for a moment now and then.
+A short interval does not help a loop much: libuv takes the GIL for each callback again, and each time waits for the
+interval and for the call that holds it then. A thread that computes for seconds therefore sleeps briefly at times.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _usual_s = 0.0
 
 
 def use_short_turns() -> None:
-    """Keep the interval short for the life of this process: one without engine threads, or with a GPU."""
+    """Keep the interval short for the life of this process. For a process without engine threads, or with a GPU."""
     sys.setswitchinterval(_SHORT_S)
 
 
@@ -54,7 +54,7 @@ def short_turns() -> Iterator[None]:
 
 
 class Rests:
-    """Sleeps of a thread without an event loop, by which those with one go on: call it between two short steps."""
+    """Short sleeps of a thread without an event loop, during which event loops run: call it between two short steps."""
 
     __slots__ = ("_since",)
 
@@ -76,7 +76,7 @@ ResultT = TypeVar("ResultT")
 class StepThread:
     """Runs generators on one thread until they return, a step of each in turn, by `TURNS_OF` in rotation.
 
-    Each step holds the GIL: with two threads at work an event loop would get every third step at best.
+    Each step holds the GIL: with two such threads an event loop would get every third step at best.
     """
 
     def __init__(self, name: str) -> None:
@@ -86,10 +86,10 @@ class StepThread:
         self._is_running = False
 
     async def run(self, steps: Generator[None, None, ResultT]) -> ResultT:
-        """What the generator returns. A call that is cancelled ends it at its next turn.
+        """Run the generator and return its result. A call that is cancelled ends it at its next turn.
 
         Raises:
-            Exception: what the generator raises.
+            Exception: any exception of the generator.
         """
         result: Future[ResultT] = Future()
         caller = TURNS_OF.get()
@@ -101,7 +101,7 @@ class StepThread:
         return await asyncio.wrap_future(result)
 
     def close(self) -> None:
-        """Begin nothing more; what waits for its next step is cancelled."""
+        """Begin nothing more; generators that wait for their next step are cancelled."""
         self._thread.shutdown(wait=False)
         with self._lock:
             while self._turns:
@@ -140,7 +140,7 @@ _ONE_OWNER = 3
 
 
 def free(*values: Any) -> None:
-    """Empty lists, dicts and objects that are of no more use, and those in them that nothing else refers to.
+    """Empty lists, dicts and objects that are no longer used, and their members that nothing else refers to.
 
     For a thread: others get the GIL between two parts.
     """
@@ -151,7 +151,7 @@ def free(*values: Any) -> None:
 
 
 def freed(value: Any) -> Generator[None, None, None]:
-    """`free` of one value in steps."""
+    """Run `free` for one value in steps."""
     waiting = [taken] if (taken := _members(value)) else []
     while waiting:
         if not waiting[-1]:
@@ -168,12 +168,12 @@ def freed(value: Any) -> Generator[None, None, None]:
 
 
 def _alone(values: list[Any]) -> list[Any]:
-    """Those that may have others in them, and that nothing but the list refers to."""
+    """Return the values that may contain others and that only the list refers to."""
     return [one for one in values if type(one) not in _LEAVES and getrefcount(one) <= _ONE_OWNER]
 
 
 def _members(value: Any) -> list[Any]:
-    """The values in a list, dict or object, which is emptied unless it is a list."""
+    """Return the values in a list, dict or object; a dict or object is emptied."""
     if type(value) is list:
         return value
     holder = value if type(value) is dict else getattr(value, "__dict__", None)

@@ -1,7 +1,7 @@
-"""Messages between processes: one JSON object each, as a line or behind its length.
+"""Messages between processes: one JSON object each, as a line or after its length.
 
-Lines are what daemon and mux, agent and actor, bridge, fetcher and the enrolment port send over a stream. Between the
-services of hosts an object stands behind its length, four bytes, and bytes that it announces follow it.
+Lines are used between daemon and mux, agent and actor, and by bridge, fetcher and the enrolment port, over a stream.
+Between the services of hosts an object follows its length, four bytes, and is followed by the bytes that it announces.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def write_line(writer: asyncio.StreamWriter, **values: object) -> None:
 
 
 async def read_line(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next message; None at the end of the stream, which may come within a line.
+    """Return the next message; None at the end of the stream, which may come within a line.
 
     Raises:
-        ValueError: the line is longer than the reader's limit, or no JSON object.
+        ValueError: the line is longer than the reader's limit, or not a JSON object.
         OSError: the connection broke.
     """
     text = await reader.readline()
@@ -42,13 +42,13 @@ async def read_line(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 
 def pack(values: Mapping[str, Any]) -> bytes:
-    """A message with its length."""
+    """Pack a message with its length."""
     text = json.dumps(values, separators=(",", ":")).encode()
     return _LENGTH.pack(len(text)) + text
 
 
 def unpack_length(data: bytes) -> int:
-    """The length of a message. Raises ValueError where it is over the limit."""
+    """Return the length of a message. Raises ValueError if it is over the limit."""
     (size,) = _LENGTH.unpack(data)
     if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {size} bytes")
@@ -56,7 +56,7 @@ def unpack_length(data: bytes) -> int:
 
 
 def unpack(text: bytes) -> dict[str, Any]:
-    """The message in a line, or behind its length. Raises ValueError where it is no JSON object."""
+    """Parse the message in a line, or after its length. Raises ValueError if it is not a JSON object."""
     try:
         message = json.loads(text)
     except RecursionError as error:
@@ -67,12 +67,12 @@ def unpack(text: bytes) -> dict[str, Any]:
 
 
 def pack_error(error: TeimgrError) -> list[Any]:
-    """The value of `error` in a message that reports one."""
+    """Return the value of `error` in a message that reports one."""
     return [int(error.code), error.message]
 
 
 def reported_error(message: Mapping[str, Any]) -> TeimgrError | None:
-    """The error that a message reports. Raises ValueError and TypeError where it is malformed."""
+    """Return the error that a message reports. Raises ValueError and TypeError if it is malformed."""
     if "error" not in message:
         return None
     code, text = message["error"]

@@ -22,9 +22,9 @@ _BASE64_BYTES = 3 * 2**16  # a multiple of 3: only the last piece is padded
 
 
 def dumps(value: Any, weight: int | None = None) -> bytes:
-    """`value` as `orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)` writes it; keys of objects are texts.
+    """Encode `value` like `orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)`; keys of objects are texts.
 
-    `weight` is about how many numbers are in it, eighths of characters included, where the caller knows: else rows are
+    `weight` is about how many numbers are in it, an eighth for each character, if the caller knows; else rows are
     weighed one by one, which takes a tenth of the time of a reply with 64 vectors in base64.
     """
     if weight is not None and weight <= _AT_ONCE:
@@ -35,7 +35,7 @@ def dumps(value: Any, weight: int | None = None) -> bytes:
 
 
 def joined(pieces: Iterable[bytes | bytearray | memoryview]) -> bytes:
-    """Pieces one behind the other: `b"".join` would hold the GIL while it copies all of them."""
+    """Join pieces: `b"".join` would hold the GIL while it copies all of them."""
     whole = BytesIO()  # grows by parts, and gives its own buffer away
     rest = Rests()
     for piece in pieces:
@@ -45,7 +45,7 @@ def joined(pieces: Iterable[bytes | bytearray | memoryview]) -> bytes:
 
 
 class Base64:
-    """Many bytes whose base64 `dumps` writes as a text, in pieces: made whole it would be copied, 1 ms per MB."""
+    """Bytes whose base64 `dumps` writes as a text, in pieces: a whole text would be copied, 1 ms per MB."""
 
     __slots__ = ("data",)
 
@@ -54,14 +54,14 @@ class Base64:
 
 
 def in_base64(array: np.ndarray[Any, Any]) -> str | Base64:
-    """The bytes of a contiguous array in base64, for `dumps`."""
+    """Return the bytes of a contiguous array in base64, for `dumps`."""
     if array.nbytes <= _BASE64_BYTES:
         return binascii.b2a_base64(array.data, newline=False).decode("ascii")
     return Base64(array.reshape(-1).view(np.uint8).data)
 
 
 def rows_in_base64(matrix: np.ndarray[Any, Any]) -> list[Any]:
-    """`in_base64` of each row of a contiguous matrix."""
+    """Return `in_base64` of each row of a contiguous matrix."""
     size = matrix.shape[1] * matrix.itemsize
     if not 0 < size <= _BASE64_BYTES:
         return [in_base64(row) for row in matrix]
@@ -76,7 +76,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def _may_be_large(value: Any) -> bool:
-    """A quick look, of a microsecond at most: many rows, or a first row with a large part."""
+    """True if a value has many rows, or a first row with a large part. Takes a microsecond at most."""
     rows = value
     if type(value) is dict:
         rows = next((member for member in value.values() if type(member) is list), value)
@@ -102,7 +102,7 @@ def _is_large(value: Any, rows: int) -> bool:
 
 
 def weight_of(value: Any) -> int:
-    """About how many numbers are in a value, eighths of characters included."""
+    """Estimate how many numbers are in a value; a character counts an eighth."""
     if isinstance(value, np.ndarray):
         return value.size
     if isinstance(value, str):
@@ -117,7 +117,7 @@ def weight_of(value: Any) -> int:
 
 
 def _sum_of_weights(values: Iterable[Any]) -> int:
-    """The weights of members; the usual ones without a call for each: a reply has three or more for each text."""
+    """Add the weights of members; usual ones without a call for each, as a reply has three or more for each text."""
     total = 0
     for value in values:
         kind = type(value)
@@ -133,7 +133,7 @@ def _sum_of_weights(values: Iterable[Any]) -> int:
 
 
 def _weight_up_to(value: Any, limit: int) -> int:
-    """`weight_of` a reply, or a number over `limit` as soon as its rows come to that."""
+    """Return `weight_of` a reply, or a number over `limit` as soon as its rows reach that."""
     if type(value) is not dict:
         value = {"": value}
     total = 0
@@ -173,7 +173,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def _rows(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
-    """A list: its small elements many at a time, each large one in its own pieces."""
+    """Encode a list: many small elements at a time, each large one in its own pieces."""
     few: list[Any] = []
     before, numbers = b"[", 0
     for value in values:

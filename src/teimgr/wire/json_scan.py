@@ -1,8 +1,8 @@
 """Reading large JSON texts, or a member of one, in steps: each takes a millisecond or two.
 
-A call of a regular expression, as one of a parser, holds the GIL until it returns. So each is given a window of the
-text, every function here is a generator that yields between two of them, and the time is linear in the text whatever
-it is: malformed texts are scanned too, and what they mean is for a parser to say.
+A call of a regular expression, like one of a parser, holds the GIL until it returns. So each is given a window of the
+text, every function here is a generator that yields between two of them, and the time is linear in any text: malformed
+texts are scanned too, and their meaning is left to a parser.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _before_member(name: str) -> re.Pattern[bytes]:
 
 
 def name_pattern(name: bytes) -> bytes:
-    """The regular expression of a name (ASCII), each letter of which may be written as an escape."""
+    """Return the regular expression of a name (ASCII), each letter of which may be written as an escape."""
     return b"".join(b"(?:%c|\\\\u00%x%s)" % (one, one >> 4, _digit(one & 15)) for one in name)
 
 
@@ -74,7 +74,7 @@ def _digit(value: int) -> bytes:
 
 
 def completed(steps: Steps[ResultT]) -> ResultT:
-    """The result of all steps, one after the other; on a separate thread, with rests between them."""
+    """Run all steps and return the result; on a separate thread, with rests between them."""
     rest = Rests()
     try:
         while True:
@@ -86,7 +86,7 @@ def completed(steps: Steps[ResultT]) -> ResultT:
 
 
 def in_steps(work: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> Steps[list[ResultT]]:
-    """The result of `work` for each item, a step each."""
+    """Return the results of `work` for all items, a step each."""
     found = []
     for item in items:
         found.append(work(item))
@@ -95,7 +95,7 @@ def in_steps(work: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> Steps[
 
 
 def _windows(size: int) -> Iterator[int]:
-    """Where windows begin in `size` bytes that are searched or copied; on a separate thread, with rests."""
+    """Yield where windows begin in `size` bytes that are searched or copied; on a separate thread, with rests."""
     rest = Rests()
     for at in range(0, size, _SEARCHED_BYTES):
         yield at
@@ -108,13 +108,13 @@ def mentions(text: AnyText, word: bytes) -> bool:
 
 
 def occurrences(text: bytes, part: bytes, stop: int | None = None) -> int:
-    """How often `part` is in a text; with `stop`, begins before it."""
+    """Return how often `part` is in a text; with `stop`, how often it begins before that."""
     stop = len(text) if stop is None else stop
     return sum(text.count(part, at, min(at + _SEARCHED_BYTES, stop) + len(part) - 1) for at in _windows(stop))
 
 
 def copied(text: AnyText) -> bytes:
-    """The bytes of a text; to copy tens of megabytes in one call holds the GIL for as many milliseconds."""
+    """Copy the bytes of a text: copying tens of megabytes in one call holds the GIL for as many milliseconds."""
     if len(text) <= _SEARCHED_BYTES:
         return bytes(text)
     whole = BytesIO()  # which gives its own buffer away
@@ -124,9 +124,9 @@ def copied(text: AnyText) -> bytes:
 
 
 def text_member(text: Text, name: str, start: int = 0) -> Steps[str | None]:
-    """The text under `name` (ASCII) in the JSON object that begins at `start`; None if it has no such text.
+    """Return the text under `name` (ASCII) in the JSON object that begins at `start`; None if it lacks such a text.
 
-    The last of several counts, as for a parser. Of a text of more than 16 KiB, its beginning.
+    The last of several counts, as for a parser. Of a text of more than 16 KiB, only its beginning is returned.
 
     Raises:
         InvalidInput: more than `MAX_TOKENS` lists, objects and long texts come before it.
@@ -161,7 +161,7 @@ def text_member(text: Text, name: str, start: int = 0) -> Steps[str | None]:
 
 
 def _may_come(text: Text, at: int, name: str) -> Steps[bool]:
-    """Whether the key `name` may come behind a position: it is there somewhere, or an escape of one of its letters."""
+    """True if the key `name` may come after a position: it is somewhere there, or an escape of one of its letters."""
     key = name.encode()
     sought = {b'"%b"' % key, *(b"\\u00%x" % (letter >> 4) for letter in key)}
     while at < len(text):
@@ -178,7 +178,7 @@ def _too_many(name: str) -> InvalidInput:
 
 
 def _run(pattern: re.Pattern[bytes], text: AnyText, at: int) -> Steps[int]:
-    """The end of a run of the pattern's characters."""
+    """Return the end of a run of the pattern's characters."""
     while True:
         end = matched(pattern, text, at, at + WINDOW_BYTES)
         if end - at < WINDOW_BYTES:
@@ -188,7 +188,7 @@ def _run(pattern: re.Pattern[bytes], text: AnyText, at: int) -> Steps[int]:
 
 
 def end_of_string(text: AnyText, at: int) -> Steps[int]:
-    """The position behind a string whose characters begin at `at`; beyond the text if it is unterminated."""
+    """Return the position after a string whose characters begin at `at`; beyond the text if it is unterminated."""
     at = matched(_IN_STRING, text, at, at + _SHORT_BYTES)
     if at < len(text) and text[at] == _QUOTE:
         return at + 1
@@ -209,7 +209,8 @@ def end_of_string(text: AnyText, at: int) -> Steps[int]:
 
 
 def _end_of_nested(text: Text, at: int, name: str) -> Steps[int]:
-    """The position behind the list or object whose content begins at `at`; the end of the text if it is not closed."""
+    """Return the position after the list or object whose content begins at `at`; the end of the text if it is not
+    closed."""
     depth, pause = 1, at + _MATCHED_BYTES
     for token in range(MAX_TOKENS):
         if at >= pause or token % _TOKENS_A_STEP == _TOKENS_A_STEP - 1:
@@ -248,7 +249,7 @@ def _decoded(literal: Text) -> str | None:
 
 
 def _string(text: Text, at: int) -> Steps[str | None]:
-    """The text of the string literal at `at`, or None."""
+    """Return the text of the string literal at `at`, or None."""
     end = yield from end_of_string(text, at + 1)
     if end > len(text):
         return None
@@ -294,11 +295,11 @@ class DepthExceededError(ValueError):
 
 
 class Reading(NamedTuple):
-    """How a text is decoded: its limits, and what decodes a piece of it and puts a member into an object.
+    """How a text is decoded: its limits, and the functions that decode a piece of it and put a member into an object.
 
     Without `max_values` the caller has counted values and containers. `decode` gets a whole JSON text, and raises
-    `json.JSONDecodeError` if it is invalid. `put` decides about a key that is in the object already; a list or an
-    new object is put there before its elements are read.
+    `json.JSONDecodeError` if it is invalid. `put` decides about a key that is in the object already; a new list or
+    object is put there before its elements are read.
     """
 
     max_values: int | None = MAX_VALUES
@@ -308,17 +309,18 @@ class Reading(NamedTuple):
 
 
 def read(text: AnyText, reading: Reading) -> Any:
-    """Like `loads`, in another way. Also raises DepthExceededError, and what `reading.decode` and `put` raise."""
+    """Like `loads`, by the rules of `reading`. Also raises DepthExceededError, and the errors of `reading.decode` and
+    `put`."""
     return completed(_Decoder(text, reading).value())
 
 
 def loads(text: AnyText, max_values: int = MAX_VALUES) -> Any:
-    """The value of a JSON text as `orjson.loads` gives it, by calls of orjson for 16 KiB at most.
+    """Return the value of a JSON text, like `orjson.loads`, by calls of orjson for at most 16 KiB each.
 
     For large texts on a thread: other threads get the GIL between two calls.
 
     Raises:
-        ValueError: the text is no JSON.
+        ValueError: the text is not JSON.
         InvalidInput: it has more than `MAX_CONTAINERS` lists and objects or members of one object, more than
             `max_values` values, or a text of more than `MAX_TEXT_BYTES`.
     """
@@ -326,7 +328,7 @@ def loads(text: AnyText, max_values: int = MAX_VALUES) -> Any:
 
 
 def decoded(text: AnyText, max_values: int = MAX_VALUES) -> Steps[Any]:
-    """`loads` in steps."""
+    """Run `loads` in steps."""
     return (yield from _Decoder(text, Reading(max_values)).value())
 
 
@@ -335,7 +337,7 @@ def too_large(what: str) -> InvalidInput:
 
 
 def long_value(steps: Iterable[object], most_bytes: int = MAX_TEXT_BYTES) -> InvalidInput:
-    """The refusal of a text, or of bytes, of more than `most_bytes`, which may be a file; `steps` lead to it."""
+    """Make the refusal of a text, or of bytes, of more than `most_bytes`, which may be a file; `steps` lead to it."""
     place = ".".join(map(_shown_step, steps))
     what = LONG_TEXT if most_bytes == MAX_TEXT_BYTES else f"bytes of more than {most_bytes}"
     return too_large(
@@ -345,12 +347,12 @@ def long_value(steps: Iterable[object], most_bytes: int = MAX_TEXT_BYTES) -> Inv
 
 
 def _shown_step(step: object) -> str:
-    """An index, or the beginning of a key; of a key of another type, in msgpack, its name."""
+    """Return an index, or the beginning of a key; for a key of another type, in msgpack, the type's name."""
     return step[:_SHOWN_KEY] if isinstance(step, str) else str(step) if type(step) is int else type(step).__name__
 
 
 class _Decoder:
-    """Decodes lists and objects that are small many at a time; those around them are kept on a stack."""
+    """Decodes many small lists and objects at a time; the lists and objects around them are kept on a stack."""
 
     def __init__(self, text: AnyText, reading: Reading) -> None:
         self._text = text
@@ -360,7 +362,7 @@ class _Decoder:
         self._open: list[tuple[list[Any] | dict[str, Any], str]] = []  # each with the key of the member being read
 
     def value(self) -> Steps[Any]:
-        """The value of the whole text; what was read of one that is refused is freed in parts."""
+        """Return the value of the whole text. If it is refused, the values read before are freed in parts."""
         try:
             return (yield from self._value())
         except (ValueError, InvalidInput):
@@ -442,7 +444,7 @@ class _Decoder:
             raise too_large(f"more than {self._max_values} values")
 
     def _large_element(self, container: list[Any] | dict[str, Any], at: int) -> Steps[tuple[int, Any]]:
-        """Read an element or member that no window holds or that is nested deeply: as `_opened_or_scalar`."""
+        """Read an element or member that exceeds a window or is deeply nested; returns like `_opened_or_scalar`."""
         text = self._text
         at = yield from _run(_SPACE, text, at)
         if isinstance(container, dict):
@@ -457,7 +459,7 @@ class _Decoder:
         return (yield from self._opened_or_scalar(at))
 
     def _opened_or_scalar(self, at: int) -> Steps[tuple[int, Any]]:
-        """The position behind a scalar, or behind the bracket of a list or object, which is opened; and its value."""
+        """Return the position after a scalar, or the bracket of a list or object, which is opened; and its value."""
         text = self._text
         if at < len(text) and text[at] == _QUOTE:
             return (yield from self._whole_string(at))
@@ -489,7 +491,8 @@ class _Decoder:
             self._reading.put(container, key, value)
 
     def _after_value(self, at: int) -> Steps[tuple[int, bool]]:
-        """The position of the next element, and whether there is one: what closes its containers is passed over."""
+        """Return the position of the next element, and whether there is one; brackets that close its containers are
+        passed over."""
         text = self._text
         while self._open:
             at = yield from _run(_SPACE, text, at)
@@ -502,7 +505,7 @@ class _Decoder:
         return at, False
 
     def _whole_string(self, at: int) -> Steps[tuple[int, str]]:
-        """The position behind the string literal at `at`, and its text."""
+        """Return the position after the string literal at `at`, and its text."""
         text = self._text
         end = yield from end_of_string(text, at + 1)
         if end > len(text):
@@ -527,7 +530,7 @@ class _Decoder:
 
 
 def _values_in(found: list[Any] | dict[str, Any]) -> int:
-    """Elements and members of a list or object and of those in it."""
+    """Count elements and members of a list or object and of the values in it."""
     inner = found if isinstance(found, list) else found.values()
     return len(found) + sum(_values_in(one) for one in inner if type(one) in _CONTAINERS)
 
@@ -536,13 +539,13 @@ _CONTAINERS = frozenset((list, dict))
 
 
 def matched(pattern: re.Pattern[bytes], text: AnyText, at: int, limit: int) -> int:
-    """The end of a match from `at`, looked for before `limit`; `at` without one."""
+    """Return the end of a match at `at` that stops before `limit`; `at` if there is none."""
     found = pattern.match(text, at, limit)
     return at if found is None else found.end()
 
 
 def _whole_characters(text: AnyText, at: int, end: int) -> int:
-    """Where a piece of a string that begins at `at` may end: within a window, and between two characters."""
+    """Return where a piece of a string that begins at `at` may end: within a window, and between two characters."""
     if end - at <= WINDOW_BYTES:
         return end
     cut = at + WINDOW_BYTES
@@ -575,15 +578,15 @@ _UNMARKED = re.compile(rb'[^\[\]{}"]*+')
 
 
 class BrokenText(NamedTuple):
-    """A text of a JSON value that is not Unicode: the keys and indices that lead to it, and what is wrong with it."""
+    """A text of a JSON value that is not Unicode: the keys and indices that lead to it, and its fault."""
 
     path: tuple[str | int, ...]
     fault: str
 
 
 def broken_text(text: AnyText) -> BrokenText | None:
-    """The first text of a JSON text with half of a surrogate pair, or with bytes that are not UTF-8; None if there is
-    no such text, or its place is unknown.
+    """Return the first text of a JSON text with half of a surrogate pair, or with bytes that are not UTF-8; None if
+    there is no such text, or its place is unknown.
 
     Takes time in proportion to the text, without holding the GIL for more than a few milliseconds.
     """
@@ -617,7 +620,7 @@ def _broken_text(text: AnyText) -> Steps[BrokenText | None]:
 
 
 def _invalid_utf8(text: AnyText) -> Steps[int]:
-    """The position of the first byte that is not UTF-8, -1 if all are."""
+    """Return the position of the first byte that is not UTF-8, -1 if all are."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for at in range(0, len(text), WINDOW_BYTES):
         pending = len(decoder.getstate()[0])
@@ -630,7 +633,7 @@ def _invalid_utf8(text: AnyText) -> Steps[int]:
 
 
 def _closing(text: AnyText, stop: int) -> Steps[bytes]:
-    """What closes the lists and objects that are open at `stop`, which is within a string."""
+    """Return the brackets that close the lists and objects that are open at `stop`, which is within a string."""
     opened, at, token = bytearray(), 0, 0
     while (at := (yield from _run(_UNMARKED, text, at))) < stop:
         first = text[at]
@@ -648,7 +651,7 @@ def _closing(text: AnyText, stop: int) -> Steps[bytes]:
 
 
 def _last(value: Any) -> Iterator[str | int]:
-    """The keys and indices that lead to the last value within a value."""
+    """Return the keys and indices that lead to the last value within a value."""
     while value and isinstance(value, (list, dict)):
         step = len(value) - 1 if isinstance(value, list) else next(reversed(value))
         yield step

@@ -42,7 +42,7 @@ def loads_small(body: bytes | bytearray | memoryview) -> Any:
 
 
 def loads(body: bytes | bytearray | memoryview) -> Any:
-    """The value of a msgpack text as `msgpack.unpackb(body, raw=False, strict_map_key=False)` gives it.
+    """Return the value of a msgpack text, like `msgpack.unpackb(body, raw=False, strict_map_key=False)`.
 
     Raises:
         ValueError: it is not msgpack, or lists and maps announce more elements than the body has bytes.
@@ -171,7 +171,7 @@ _SMALL_ARRAY_BYTES = 2**16 - 1
 
 
 def dumps(value: Any) -> bytes:
-    """`value` as msgpack, with arrays of numpy; the elements of lists that are large are maps of few members."""
+    """Encode `value` as msgpack, with arrays of numpy; the elements of large lists are maps of few members."""
     whole = BytesIO()  # grows by parts, and gives its own buffer away: one call that joins copies all at once
     packer = msgpack.Packer(default=_array, use_bin_type=True)
     _write(whole.write, packer, value)
@@ -208,7 +208,7 @@ _NO_BYTES = msgpack.packb(b"")
 
 
 def _may_be_large(value: Any) -> bool:
-    """True if a value is an array that is not small, or may have one in it."""
+    """True if a value is an array that is not small, or may contain one."""
     if isinstance(value, np.ndarray):
         return value.nbytes > _SMALL_ARRAY_BYTES
     return isinstance(value, list) or (isinstance(value, dict) and any(map(_may_be_large, value.values())))

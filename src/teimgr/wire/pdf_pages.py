@@ -1,8 +1,8 @@
 """Pages of PDF documents as PNG images, rendered by pypdfium2 in a process for each document.
 
-PDFium is a large library that reads what strangers send: a document that crashes it, hangs it or takes too much memory
-ends that process alone. `python -P pdf_pages.py FIRST LAST` is it: a document comes on its standard input, frames with
-the number of pages and the images leave on the other.
+PDFium is a large library that reads files of strangers. A document that crashes it, hangs it or takes too much memory
+ends only that process, `python -P pdf_pages.py FIRST LAST`. The document comes on its standard input; frames with the
+number of pages and the images leave on its standard output.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class _EndedError(Exception):
 
 
 def page_count(source: Source) -> int:
-    """The number of pages of a document, of which at most `MAX_PAGES` are read.
+    """Return the number of pages of a document, of which at most `MAX_PAGES` are read.
 
     Raises:
-        InvalidInput: it is no PDF, broken, or has a password; or pypdfium2 is missing.
+        InvalidInput: it is not a PDF, is broken, or has a password; or pypdfium2 is missing.
         OSError: the file cannot be read.
     """
     for kind, content in _opened(source, 1, 0):
@@ -64,10 +64,10 @@ def page_count(source: Source) -> int:
 
 
 def pages(source: Source, first: int = 1) -> Iterator[bytes | InvalidInput]:
-    """PNG files of the pages from number `first` on, or why a page has none.
+    """Yield PNG files of the pages from number `first` on, or why a page has none.
 
     Raises:
-        InvalidInput, OSError: as `page_count`.
+        InvalidInput, OSError: see `page_count`.
     """
     at, count, failures = first, None, 0
     while count is None or at <= count:
@@ -91,10 +91,10 @@ def pages(source: Source, first: int = 1) -> Iterator[bytes | InvalidInput]:
 
 
 def page(source: Source, number: int | None) -> bytes:
-    """The PNG file of one page, by its number from 1 on; None: of the only one.
+    """Return the PNG file of one page, by its number from 1 on; with None, of the only page.
 
     Raises:
-        InvalidInput, OSError: as `page_count`; or there is no such page, there are several, or it cannot be rendered.
+        InvalidInput, OSError: see `page_count`; or the page does not exist, there are several, or rendering fails.
     """
     try:
         for kind, content in _opened(source, number or 1, number or 1):
@@ -141,11 +141,11 @@ def _not_rendered(number: int, why: object) -> InvalidInput:
 
 
 def _opened(source: Source, first: int, last: int) -> Iterator[tuple[int, bytes]]:
-    """The frames of a process that reads a document; the first has the number of pages.
+    """Yield the frames of a process that reads a document; the first has the number of pages.
 
     Raises:
-        InvalidInput: as `page_count`. _EndedError: the process has ended, or `PAGE_S` went by without a frame; before
-            the first frame that is InvalidInput, too.
+        InvalidInput: see `page_count`.
+        _EndedError: the process has ended, or `PAGE_S` went by without a frame; before the first frame, InvalidInput.
     """
     if not IS_THERE:
         raise InvalidInput(f"Input validation error: {WAY_OUT}")
@@ -183,7 +183,7 @@ def _opened(source: Source, first: int, last: int) -> Iterator[tuple[int, bytes]
 
 
 def _give(process: subprocess.Popen[bytes], source: bytes) -> None:
-    """Write the document to the process; where that has ended, `_frame` raises."""
+    """Write the document to the process; if that has ended, `_frame` raises."""
     assert process.stdin is not None
     timer = _timer(process)
     try:
@@ -196,7 +196,7 @@ def _give(process: subprocess.Popen[bytes], source: bytes) -> None:
 
 
 def _frame(process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
-    """The next frame; one without a content is the last."""
+    """Return the next frame; a frame without content is the last."""
     assert process.stdout is not None
     timer = _timer(process)
     try:

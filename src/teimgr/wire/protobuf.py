@@ -56,9 +56,9 @@ def malformed(reason: str) -> InvalidInput:
 
 
 def read_envelope(message: Octets, inner_field: int, *, has_table: bool = False) -> Envelope:
-    """The bytes of `target` and of field `inner_field` (0 = no such field) of a multiplexer message.
+    """Return the bytes of `target` and of field `inner_field` (0 = no such field) of a multiplexer message.
 
-    One that `has_table` may have more fields.
+    A message that `has_table` may have more fields.
 
     Raises:
         InvalidInput: the bytes are not a protobuf message, or one of the two comes in parts of more than
@@ -70,10 +70,10 @@ def read_envelope(message: Octets, inner_field: int, *, has_table: bool = False)
 
 
 def read_target(raw: Slice) -> Target:
-    """The `Target` message in `raw`; all three None when its oneof is unset.
+    """Parse the `Target` message in `raw`; all three are None if its oneof is unset.
 
     Raises:
-        InvalidInput: the bytes are no such message, are too many, or a string in it is not UTF-8.
+        InvalidInput: the bytes are not such a message, are too many, or a string in it is not UTF-8.
     """
     if len(raw) > _MAX_TARGET_BYTES:
         raise InvalidInput(f"`target` has {len(raw)} bytes, more than {_MAX_TARGET_BYTES}")
@@ -89,7 +89,8 @@ def read_target(raw: Slice) -> Target:
 
 
 def without_fields(message: Slice, *numbers: int) -> Slice:
-    """A `message` with a table less every occurrence of the given fields, the rest in its order; one part as a view.
+    """Return `message`, which has a table, without any occurrence of the given fields, in order; a single part is a
+    view.
 
     Raises:
         InvalidInput: the bytes are not a protobuf message, or the rest has parts of more than `MAX_JOINED_BYTES`.
@@ -98,7 +99,7 @@ def without_fields(message: Slice, *numbers: int) -> Slice:
 
 
 def split_off(message: Slice, number: int) -> tuple[Slice, memoryview]:
-    """`message` as `without_fields`, and the last value of that field of bytes as `bytes_field`; raises as both."""
+    """Return `message` as `without_fields`, and the last value of that field as `bytes_field`; raises like both."""
     return _split(message, (number,), MAX_FIELDS)
 
 
@@ -118,7 +119,7 @@ def _split(message: Slice, numbers: Collection[int], most: int) -> tuple[Slice, 
 
 
 def bytes_field(message: Slice, number: int) -> memoryview:
-    """The last value of a field of bytes, as a view of `message`; empty where the field is absent.
+    """Return the last value of a field of bytes, as a view of `message`; empty if the field is absent.
 
     Raises:
         InvalidInput: the bytes are not a protobuf message.
@@ -131,7 +132,7 @@ def bytes_field(message: Slice, number: int) -> memoryview:
 
 
 def varint(value: int) -> bytes:
-    """A non-negative integer in protobuf's base-128 form."""
+    """Encode a non-negative integer in protobuf's base-128 form."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -141,7 +142,7 @@ def varint(value: int) -> bytes:
 
 
 def scan(data: Slice, most: int = MAX_FIELDS) -> Iterator[tuple[int, int, int, int]]:
-    """Each top-level field of a message as (number, wire type, start of its value, end of its value).
+    """Yield each top-level field of a message as (number, wire type, start of its value, end of its value).
 
     Raises:
         InvalidInput: there are more than `most` fields, or the bytes are not a protobuf message.
@@ -154,7 +155,7 @@ def scan(data: Slice, most: int = MAX_FIELDS) -> Iterator[tuple[int, int, int, i
 
 
 class _Room:
-    """How many fields may follow, of how many."""
+    """How many fields may follow, and the limit."""
 
     __slots__ = ("left", "most")
 
@@ -163,7 +164,7 @@ class _Room:
 
 
 def _common_envelope(message: Octets, inner_field: int) -> Envelope | None:
-    """Fast path for the layout that generated encoders write: a target below 128 bytes, then only the inner message."""
+    """Read the layout of generated encoders on a fast path: a target below 128 bytes, then only the inner message."""
     size = len(message)
     if size < 2 or message[0] != 0x0A or message[1] > 0x7F:
         return None
@@ -230,7 +231,7 @@ def _tag(data: Slice, at: int, size: int, room: _Room) -> tuple[int, int, int]:
 
 
 def _value(data: Slice, number: int, wire_type: int, at: int, size: int, depth: int, room: _Room) -> tuple[int, int]:
-    """Start of the value (after its length, if it has one) and its end."""
+    """Return the start of the value (after its length, if it has one) and its end."""
     start = at
     if wire_type == _BYTES:
         length, start = _varint(data, at, size)
@@ -264,7 +265,7 @@ def _end_of_group(data: Slice, group: int, at: int, size: int, depth: int, room:
 
 
 def _varint(data: Slice, at: int, size: int) -> tuple[int, int]:
-    """The number at `at` and the offset after it."""
+    """Return the number at `at` and the offset after it."""
     value = shift = 0
     while at < size:
         byte = data[at]

@@ -48,10 +48,10 @@ class Precision(str, Enum):
 
 
 def converted(vectors: NDArray[np.float32], precision: Precision) -> NDArray[Any]:
-    """`vectors` (float32 [..., width]) as `precision.dtype` [..., elements], C-contiguous.
+    """Convert `vectors` (float32 [..., width]) to `precision.dtype` [..., elements], C-contiguous.
 
     float32 returns `vectors` itself. float16 clips to ±65504, so no number becomes infinite. int8 and uint8 have 256
-    steps from -1 to 1; binary and ubinary a bit per number, set where it is positive, the first in the highest bit.
+    steps from -1 to 1. binary and ubinary have a bit per number, set if it is positive, the first in the highest bit.
     """
     if precision is Precision.FLOAT32:
         return vectors
@@ -91,7 +91,7 @@ _TAG = varint(multiplexer_pb2.EmbedArrowRequest.OUTPUT_DTYPE_FIELD_NUMBER << 3)
 
 
 def output_dtype_field(word: str) -> bytes:
-    """The serialised field `output_dtype`, to append to a message: the last occurrence of a field counts.
+    """Serialise the field `output_dtype`, to append to a message: the last occurrence of a field counts.
 
     Raises:
         InvalidInput: `word` is not a value of `Precision`.

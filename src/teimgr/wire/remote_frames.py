@@ -6,7 +6,7 @@ certificate is valid:
 
     HELLO   JSON {"incarnation": …} → JSON {"incarnation": …, "valid_s": …}, or an ERROR and the end of the link
 
-The same request is the probe of a link that is silent: what was cut off gives no answer, and the link is given up after
+The same request probes a silent link: a peer that was cut off does not answer, and the link is given up after
 `SILENCE_LIMIT_S`, long before TCP does.
 """
 
@@ -37,7 +37,7 @@ _HELLO_ID = 0  # calls count from 1
 
 
 class RemoteAddress(NamedTuple):
-    """Where a worker of another host listens, and who must answer there."""
+    """Where a worker of another host listens, and which peer must answer there."""
 
     host: str
     port: int
@@ -46,7 +46,7 @@ class RemoteAddress(NamedTuple):
 
     @classmethod
     def parse(cls, address: str, node: str, incarnation: str) -> RemoteAddress:
-        """Of `host:port`, an IPv6 host in brackets.
+        """Parse `host:port`, an IPv6 host in brackets.
 
         Raises:
             ValueError: it has no port.
@@ -56,13 +56,13 @@ class RemoteAddress(NamedTuple):
 
 
 class WrongPeer(ConnectionRefusedError):
-    """What listens at the address is another node, or another incarnation of the worker."""
+    """The process that listens at the address is on another node, or is another incarnation of the worker."""
 
 
 class RemoteFrames(FrameProtocol):
     """Mixin of a `FrameProtocol`, before it in the bases: HELLO, and probes while the link is silent.
 
-    `valid_s` is for how long from HELLO on the link may be used.
+    `valid_s` is the time from HELLO on for which the link may be used.
     """
 
     valid_s: float = 0.0
@@ -83,10 +83,10 @@ class RemoteFrames(FrameProtocol):
         self._tick_timer = self._loop.call_later(_TICK_S, self._tick)
 
     async def prove(self, address: RemoteAddress, identity: FleetIdentity) -> None:
-        """Return once the peer has proved that it is the worker that is expected.
+        """Return once the peer has proved that it is the expected worker.
 
         Raises:
-            WrongPeer: it is not.
+            WrongPeer: it is another one.
             OSError: the connection broke.
         """
         assert self._transport is not None
@@ -108,7 +108,7 @@ class RemoteFrames(FrameProtocol):
         super().buffer_updated(nbytes)
 
     def frame_received(self, header: Header, payload: Received) -> None:
-        """Process an answer to HELLO; others go on to the link."""
+        """Process an answer to HELLO; pass other frames on to the link."""
         if header.id != _HELLO_ID or header.method != Method.HELLO:
             super().frame_received(header, payload)
         elif header.type == FrameType.REPLY and _incarnation_in(payload) == self._expected:
@@ -130,7 +130,7 @@ class RemoteFrames(FrameProtocol):
         self.send(FrameType.REQUEST, Method.HELLO, _HELLO_ID, payload)
 
     def _tick(self) -> None:
-        """Probe a silent link, and give up one that is dead: what moves in either direction is a sign of life."""
+        """Probe a silent link, and give up a dead one: bytes in either direction show that it lives."""
         if self._proof is not None and self.ends_when_revoked:
             identity, peer = self._proof
             try:
@@ -163,7 +163,7 @@ RemoteT = TypeVar("RemoteT", bound=RemoteFrames)
 
 
 async def connect(factory: Callable[[], RemoteT], address: RemoteAddress, identity: FleetIdentity) -> RemoteT:
-    """A connected link whose worker has proved what it is. The caller limits the time.
+    """Return a connected link whose worker has proved its identity. The caller limits the time.
 
     Raises:
         WrongPeer: another node or another incarnation answers there.
@@ -181,7 +181,8 @@ async def connect(factory: Callable[[], RemoteT], address: RemoteAddress, identi
 
 
 def set_tcp_limits(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel break a connection whose peer acknowledges nothing; probes of ours need no answer of it."""
+    """Make the kernel break a connection whose peer acknowledges nothing; unlike our probes, this needs no answer of
+    the peer."""
     with suppress(OSError):  # it is closed already
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
 

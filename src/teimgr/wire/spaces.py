@@ -25,17 +25,17 @@ Marks = tuple[tuple[bytes, bytes], ...]
 
 
 def fingerprint(space: str, precision: str) -> str:
-    """Space and precision class in one word, as a request may expect it."""
+    """Return space and precision class in one word, as a request may expect it."""
     return f"{space}/{precision}"
 
 
 def reply_headers(space: str, precision: str) -> dict[str, str]:
-    """What every reply says about its vectors; nothing where the space is unknown."""
+    """Return the headers that describe a reply's vectors; nothing if the space is unknown."""
     return {SPACE_KEY: space, PRECISION_KEY: precision} if space else {}
 
 
 def reply_marks(space: str, precision: str) -> Marks:
-    """`reply_headers` as gRPC's metadata is sent."""
+    """Return `reply_headers` in the form of gRPC's metadata."""
     return tuple((name.encode(), value.encode()) for name, value in reply_headers(space, precision).items())
 
 
@@ -56,11 +56,11 @@ def meets(expected: str, space: str, precision: str) -> bool:
 
 
 def check_expected(expected: str, space: str, precision: str, instance: str) -> None:
-    """Refuse a request whose expected fingerprint is not that of the model that would answer it.
+    """Refuse a request whose expected fingerprint differs from that of the model that would answer it.
 
     Raises:
-        InvalidInput: as `meets`.
-        SpaceDiffers: with both fingerprints.
+        InvalidInput: see `meets`.
+        SpaceDiffers: has both fingerprints.
     """
     if not meets(expected, space, precision):
         raise SpaceDiffers(instance, fingerprint(space, precision) if space else "unknown", expected)

@@ -55,7 +55,7 @@ _NAMES = (
 
 
 def status_name(number: int) -> str:
-    """The name of a gRPC status, such as `NOT_FOUND`."""
+    """Return the name of a gRPC status, such as `NOT_FOUND`."""
     return _NAMES[number]
 
 
@@ -112,7 +112,8 @@ STATUS: dict[Code, StatusMapping] = {
 
 
 def retry_after_s(error: TeimgrError) -> int | None:
-    """Whole seconds after which to try again, 1 to 30, more for loads and quotas; None: it depends on an operator."""
+    """Return whole seconds after which to try again, 1 to 30, more for loads and quotas; None if it depends on an
+    operator."""
     if isinstance(error, Stopped) or error.retry_after_s == error.UNTOLD:
         return None
     estimate = error.retry_after_s or RETRY_AFTER_S

@@ -36,7 +36,7 @@ class TextColumn(Sequence[str | None]):
 
     @classmethod
     def of(cls, texts: Sequence[str | None]) -> TextColumn:
-        """The column of `texts`, None for a null.
+        """Make the column of `texts`, None for a null.
 
         Raises:
             UnicodeEncodeError: a text has a lone surrogate.
@@ -54,7 +54,7 @@ class TextColumn(Sequence[str | None]):
 
     @classmethod
     def joined(cls, columns: Sequence[TextColumn]) -> TextColumn:
-        """The rows of all `columns`, at least one, in one column; the bytes of a single one are not copied."""
+        """Join the rows of all `columns`, at least one, into one column; the bytes of a single one are not copied."""
         if len(columns) == 1:
             return columns[0]
         bounds = [(int(column.offsets[0]), int(column.offsets[-1])) for column in columns]
@@ -69,13 +69,13 @@ class TextColumn(Sequence[str | None]):
 
     @property
     def characters(self) -> int:
-        """Characters of all texts together, counted at the first time: 2 ms for each MiB."""
+        """Characters of all texts together, counted on first use: 2 ms for each MiB."""
         if self._characters is None:
             self._characters = _count_characters(self.data[int(self.offsets[0]) : int(self.offsets[-1])])
         return self._characters
 
     def characters_of_each(self) -> NDArray[np.int64]:
-        """The characters of each text, int64 [N], counted at the first time."""
+        """The characters of each text, int64 [N], counted on first use."""
         if self._of_each is None:
             self._of_each = np.diff(_characters_before(self.data, self.offsets))
         return self._of_each
@@ -115,10 +115,10 @@ class TextColumn(Sequence[str | None]):
 
 
 class SharedTexts(Sequence[str | None]):
-    """N texts of which several may be the same bytes: i is `data` (uint8) from `begins[i]` to `ends[i]` (int64 [N]).
+    """N texts, of which several may be the same bytes: i is `data` (uint8) from `begins[i]` to `ends[i]` (int64 [N]).
 
     Rows of a dictionary, and views. `nulls` is bool [N]. The bytes of each text must be valid UTF-8. A slice is a list
-    of strings, equal ones once: what is made at a time is for its caller to bound. Immutable.
+    of strings, equal ones made once; its caller must bound its size. Immutable.
     """
 
     __slots__ = ("_characters", "_of_each", "begins", "data", "ends", "nulls")
@@ -135,13 +135,13 @@ class SharedTexts(Sequence[str | None]):
 
     @property
     def characters(self) -> int:
-        """Characters of all rows together, counted at the first time."""
+        """Characters of all rows together, counted on first use."""
         if self._characters is None:
             self._characters = int(self.characters_of_each().sum())
         return self._characters
 
     def characters_of_each(self) -> NDArray[np.int64]:
-        """The characters of each text, int64 [N], counted at the first time; shared bytes are looked at once."""
+        """The characters of each text, int64 [N], counted on first use; shared bytes are counted once."""
         if self._of_each is None:
             places, at = np.unique(np.concatenate([self.begins, self.ends]), return_inverse=True)
             before = _characters_before(self.data, places)[at]
@@ -173,7 +173,7 @@ class SharedTexts(Sequence[str | None]):
 
 
 def _decoded(data: NDArray[np.uint8]) -> str:
-    """The text of some bytes; of megabytes in parts, with rests: one call holds the GIL for 30 ms."""
+    """Decode the text of some bytes; megabytes in parts, with rests: one call holds the GIL for 30 ms."""
     if len(data) <= _DECODED_BYTES:
         return data.tobytes().decode()
     decoder, rest, parts = getincrementaldecoder("utf-8")(), Rests(), []
@@ -192,7 +192,8 @@ def _count_characters(data: NDArray[np.uint8]) -> int:
 
 
 def _characters_before(data: NDArray[np.uint8], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many characters begin in `data` before each of `places` (int64 [P], ascending), from the first of them on."""
+    """Count the characters that begin in `data` before each of `places` (int64 [P], ascending), from the first of them
+    on."""
     counts = np.zeros(len(places), np.int64)
     if not len(places):
         return counts

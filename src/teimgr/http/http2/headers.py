@@ -139,7 +139,8 @@ class HeaderDecoder:
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
-    """Return the integer whose first bits are those of `mask` at `at` (section 5.1), of at most 6 bytes, and its end."""
+    """Return the integer whose first bits are those of `mask` at `at` (section 5.1), and its end; it has at most six
+    bytes."""
     value = block[at] & mask
     at += 1
     if value < mask:

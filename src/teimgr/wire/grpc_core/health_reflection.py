@@ -44,7 +44,7 @@ class HealthService:
         self._changed = asyncio.Event()
 
     def status_of(self, service: str) -> int | None:
-        """The ServingStatus of a service now, None for an unknown name."""
+        """Return the present ServingStatus of a service, None for an unknown name."""
         raise NotImplementedError
 
     def notify(self) -> None:
@@ -93,7 +93,7 @@ class Reflection:
             self._pool.Add(proto)
 
     def answer(self, request: Any) -> Any:
-        """The ServerReflectionResponse to a ServerReflectionRequest; v1 and v1alpha are the same on the wire."""
+        """Return the ServerReflectionResponse to a ServerReflectionRequest; v1 and v1alpha are the same on the wire."""
         response = reflection_pb2.ServerReflectionResponse(original_request=request)
         try:
             match request.WhichOneof("message_request"):
@@ -123,7 +123,7 @@ class Reflection:
         return response
 
     def _file_of(self, symbol: str) -> FileDescriptor:
-        """The file that defines a symbol; protobuf's own search does not find methods and oneofs."""
+        """Return the file that defines a symbol; protobuf's own search does not find methods and oneofs."""
         try:
             return self._pool.FindFileContainingSymbol(symbol)
         except KeyError:
@@ -172,10 +172,10 @@ MESSAGE_S = 20.0
 
 
 class StandardCalls:
-    """The calls of health and reflection of one server: of at most `MAX_OPEN` that wait for something (`Places`).
+    """The calls of health and reflection of one server, of which at most `MAX_OPEN` wait for something (`Places`).
 
-    A call whose message has come with its head, and whose reply the client lets through, waits for nothing and is
-    answered in any case. The budget is that of all others' messages together, so none waits for it.
+    A call whose message has arrived with its head, and whose reply the client lets through, does not wait and is always
+    answered. The budget is shared by the messages of all others, so none waits for it.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class StandardCalls:
         self._places = Places(MAX_OPEN)
 
     def call(self, stream: Stream, max_reply_bytes: int) -> RpcStream:
-        """The call on `stream`."""
+        """Serve the call on `stream`."""
         return RpcStream(stream, MAX_MESSAGE_BYTES, self._budget, max_reply_bytes)
 
     async def reflect(self, call: RpcStream, reflection: Reflection) -> None:
@@ -195,10 +195,10 @@ class StandardCalls:
 
     @asynccontextmanager
     async def bounded(self, call: RpcStream) -> AsyncIterator[None]:
-        """For the body of `call`: it is counted if it has not ended by the next turn of the event loop.
+        """For the body of `call`: count it if it has not ended by the next turn of the event loop.
 
         Raises:
-            Overloaded: too many others are open, or of its caller.
+            Overloaded: too many other calls are open, or too many of its caller.
         """
         loop, caller, is_counted = asyncio.get_running_loop(), call.stream.connection.caller, False
 

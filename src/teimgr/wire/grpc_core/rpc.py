@@ -86,7 +86,7 @@ class Rpc:
     kinds: tuple[str, ...]
 
     def worker_method(self) -> Method:
-        """The method to request from the worker; raises Unsupported: no frame exists for this RPC."""
+        """Return the method to request from the worker; raises Unsupported if no frame exists for this RPC."""
         if self.method is None:
             raise Unsupported(f"{self.name} is not served by this version of teimgr")
         return self.method
@@ -141,7 +141,7 @@ def _rpc(service: ServiceDescriptor, rpc: MethodDescriptor) -> Rpc:
 
 
 def _frame_name(subject: str, shape: Shape, is_arrow: bool) -> str:
-    """Name of the frame's method: the subject, with a suffix unless each message is one text."""
+    """Return the name of the frame's method: the subject, with a suffix unless each message is one text."""
     if shape is Shape.CLIENT_STREAM:
         return f"{subject}_stream".upper()
     return (f"{subject}_arrow" if is_arrow and not subject.endswith("arrow") else subject).upper()
@@ -210,9 +210,9 @@ def is_rpc(headers: Mapping[bytes, bytes]) -> bool:
 class RpcStream:
     """One RPC. When the client resets it, the task that serves it is cancelled; methods need not check.
 
-    `stream` is what it is on. `budget` bounds the bytes of messages that are received and not handed on;
+    `stream` is its HTTP/2 stream. `budget` bounds the bytes of messages that are received and not handed on;
     `max_reply_bytes` is `max_message_bytes` unless given. An RPC that `keeps_messages` until all have come does not
-    wait for the budget, as others would wait for what it holds.
+    wait for the budget, as others would wait for the bytes that it holds.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class RpcStream:
 
     @property
     def http_refusal(self) -> int:
-        """The HTTP status for a request that is not gRPC; 0 for gRPC."""
+        """Return the HTTP status for a request that is not gRPC; 0 for gRPC."""
         if self.metadata.get(":method") != "POST":
             return 405
         return 0 if _CONTENT_TYPE.fullmatch(self.metadata.get("content-type", "")) else 415
@@ -249,7 +249,8 @@ class RpcStream:
         self.charge = Charge(budget)
 
     def timeout_s(self) -> float | None:
-        """The client's timeout, at most that of a frame, None for no bound; raises InvalidInput: malformed header."""
+        """Return the client's timeout, at most that of a frame, None for no bound; raises InvalidInput for a malformed
+        header."""
         text = self.metadata.get("grpc-timeout")
         if text is None:
             return None
@@ -259,13 +260,13 @@ class RpcStream:
         return min(int(match[1]) * _UNIT_S[match[2]], MAX_DEADLINE_MS / 1000)
 
     async def receive(self, starts_within_s: float | None = None) -> Octets | None:
-        """The client's next message, None after the last. Its bytes are charged to `charge` as they come.
+        """Return the client's next message, None after the last. Its bytes are charged to `charge` as they arrive.
 
         Raises:
             TooLarge: it exceeds the message limit; its body is not read.
             Unsupported: it is compressed.
             Overloaded: too many bytes of other messages are being received, or of replies not read.
-            DeadlineExceeded: it did not start in time, or did not come to its end in time.
+            DeadlineExceeded: it did not start, or did not end, in time.
             Unavailable: it did not start in the time of `leave`.
             InvalidInput: it is malformed, or the stream ended inside it.
         """
@@ -291,7 +292,7 @@ class RpcStream:
             self._starting = None
 
     def received(self) -> Octets | None:
-        """The next message, where it is received as a whole and within all bounds: no timer is needed."""
+        """Return the next message if it is received as a whole and within all bounds: no timer is needed."""
         prefix = self._buffer.peek(_PREFIX_BYTES)
         if len(prefix) < _PREFIX_BYTES or prefix[0]:
             return None
@@ -334,7 +335,7 @@ class RpcStream:
         return _GROWTH_WAIT_S if charged else BUDGET_WAIT_S
 
     def parse(self, kind: Any, raw: Octets) -> Any:
-        """A received message, parsed as `kind`, a generated class, and no longer charged.
+        """Parse a received message as `kind`, a generated class; it is no longer charged.
 
         Raises:
             InvalidInput: it is malformed.
@@ -346,18 +347,19 @@ class RpcStream:
             raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
     def leave(self, pause_s: float) -> None:
-        """The server stops: limit the client's pauses between messages to `pause_s`, the present one from now on."""
+        """Prepare for the server's stop: limit the client's pauses between messages to `pause_s`, the present one from
+        now on."""
         self._leaving_pause_s = pause_s
         if self._starting is not None:
             self._starting.reschedule(asyncio.get_running_loop().time() + pause_s)
 
     async def open(self, metadata: Mapping[str, str] | None = None, marks: Headers = ()) -> None:
-        """Send the initial metadata, `marks` as they are; `send` does it where this was not called."""
+        """Send the initial metadata, `marks` unchanged; `send` does it if this was not called."""
         await self.stream.send_headers([*_HEAD, *_encoded(metadata), *marks] if metadata else [*_HEAD, *marks])
         self._opened = True  # not before: a deadline that passes in the wait ends the call by trailers alone
 
     async def send(self, message: Slice) -> None:
-        """Send one message, waiting for the client's flow control; raises TooLarge: it exceeds the message limit."""
+        """Send one message, waiting for the client's flow control; raises TooLarge if it exceeds the message limit."""
         if len(message) > self._max_reply_bytes:
             raise TooLarge(f"Reply message larger than max ({len(message)} vs. {self._max_reply_bytes} bytes)")
         if not self._opened:
@@ -373,7 +375,7 @@ class RpcStream:
             raise Cancelled(f"The reply was not read: {error}") from None
 
     async def finish(self, status: GrpcStatus, metadata: Mapping[str, str] | None = None) -> None:
-        """End the RPC; `metadata` goes with that of the status into the trailers."""
+        """End the RPC; the trailers have `metadata` in addition to the status's own."""
         trailers = [(b"grpc-status", b"%d" % status.number)]
         if status.message:
             trailers.append((b"grpc-message", _encoded_message(status.message)))
@@ -391,7 +393,7 @@ class RpcStream:
         await self.stream.send_data(text, end=True)
 
     def stop(self, error: TeimgrError) -> None:
-        """Fail reads once the received messages are read."""
+        """Let reads fail once the received messages are read."""
         self._buffer.fail(error)
 
 
@@ -400,7 +402,7 @@ def _encoded(metadata: Mapping[str, str]) -> Headers:
 
 
 def _encoded_message(message: str) -> bytes:
-    """A status message for its header, without the end that is too long."""
+    """Encode a status message for its header, cut if it is too long."""
     encoded = quote(message, safe=_PLAIN)
     if len(encoded) > _MAX_STATUS_BYTES:
         cut = _CUT_ESCAPE.sub("", encoded[:_MAX_STATUS_BYTES])

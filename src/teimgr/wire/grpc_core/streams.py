@@ -34,9 +34,9 @@ Receive = Callable[[], Awaitable[Octets | None]]
 
 
 class StreamWindow:
-    """Bound on the messages of one stream in flight: `limit`, fewer while the replies are large or few are read.
+    """Bound on the messages of one stream in flight: `limit`, or fewer while the replies are large or few are read.
 
-    For a single task that enters.
+    Only one task may enter.
     """
 
     def __init__(self, limit: int) -> None:
@@ -69,7 +69,7 @@ class StreamReply(Protocol):
 
     @property
     def payload(self) -> Slice:
-        """The response message, serialised: bytes, but of a worker's own port, which sends views too."""
+        """The response message, serialised: bytes, except on a worker's own port, which also sends views."""
 
 
 class StreamCall(Protocol):
@@ -84,7 +84,7 @@ class StreamCall(Protocol):
 
 
 class _HeldCall:
-    """A message in flight, whose reply is charged to its client from its arrival on."""
+    """A message in flight, whose reply is charged to its client as soon as it arrives."""
 
     __slots__ = ("_call", "_charge", "_is_over")
 
@@ -114,7 +114,7 @@ class StreamPump:
 
     `receive` reads from the client, `send` writes to it. `start` puts a message into the worker; its result is None for
     a message that gets no reply. `window` bounds the messages in flight. `unread` has the replies that the client has
-    not read: where they are too many, no further message is read.
+    not read: if they are too many, no further message is read.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class StreamPump:
         """Return once the client has half-closed and every reply is sent; calls in flight are cancelled on any error.
 
         Raises:
-            TeimgrError: of the first message, in request order, that failed.
+            TeimgrError: the error of the first message, in request order, that failed.
             Overloaded: the client does not read its replies.
         """
         reader = asyncio.create_task(self._read())
@@ -213,12 +213,12 @@ class PairCollector:
     ) -> None:
         """Add the whole stream. `request_of` unwraps a message, whose request may be missing.
 
-        `message_timeout_s` bounds the wait for each message, since those before it are held in memory; None: no bound.
+        `message_timeout_s` bounds the wait for each message, since earlier messages are held in memory; None: no bound.
 
         Raises:
             InvalidInput: the stream has no messages.
-            DeadlineExceeded: the next message did not come in time.
-            TooLarge: as `add`.
+            DeadlineExceeded: the next message did not arrive in time.
+            TooLarge: see `add`.
         """
         is_empty = True
         while True:
@@ -260,11 +260,11 @@ class PairCollector:
 
     @property
     def flags(self) -> int:
-        """The lane of this many pairs."""
+        """Return the lane of this many pairs."""
         return Flag.WAIT | Flag.BULK if self._count > INTERACTIVE_MESSAGES else Flag.WAIT
 
     def payload(self) -> bytearray:
-        """The `RerankPairs` message, once; raises InvalidInput: no message had a request."""
+        """Return the `RerankPairs` message, once; raises InvalidInput if no message had a request."""
         if not self._count:
             raise InvalidInput("Missing rerank request")
         return self._buffer

@@ -1,8 +1,8 @@
 """Quotas of a tenant: tokens a second and a day, and tokens in flight, as pure functions of a state and a moment.
 
 Tokens a second are a token bucket in the form of GCRA: `arrival_ns` is the moment at which the bucket will be full
-again. A charge moves it on by what the tokens cost in time, and is refused where that would be more than the burst
-ahead of now. So in any window of T seconds at most `burst + rate * T` tokens are admitted.
+again. A charge moves that moment on by the time that its tokens cost, and is refused if it would then be more than the
+burst ahead of now. So in any window of T seconds at most `burst + rate * T` tokens are admitted.
 `engine/native/tenants.c` does the same on a shared file; a test compares the two.
 """
 
@@ -24,7 +24,7 @@ LIMITS = (Code.TOKEN_RATE_EXCEEDED, Code.DAILY_TOKENS_EXCEEDED, Code.CONCURRENT_
 
 
 class Limits(NamedTuple):
-    """The quotas of a tenant in tokens; 0 for none. `burst` is what the bucket of `rate` holds."""
+    """The quotas of a tenant in tokens; 0 for none. `burst` is the capacity of the bucket of `rate`."""
 
     rate: int = 0
     burst: int = 0
@@ -33,7 +33,8 @@ class Limits(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """What a tenant has used. `refunded_ns` is the sum of the refunds to the bucket: a call's is less after others."""
+    """The tokens that a tenant has used. `refunded_ns` is the sum of the refunds to the bucket: a call's is less after
+    others."""
 
     arrival_ns: int = 0
     refunded_ns: int = 0
@@ -42,7 +43,8 @@ class Spent(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """A charge, for its refund: rate and day by which it was made, 0 for none, and the state of the bucket then."""
+    """A charge, for its refund: rate and day by which it was made, 0 for none, and the state of the bucket at that
+    time."""
 
     tokens: int = 0
     rate: int = 0
@@ -52,7 +54,7 @@ class Receipt(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether a call is admitted (`refused_by` is None), and else after which time it may be tried again."""
+    """Whether a call is admitted (`refused_by` is None), and otherwise the time after which to try again."""
 
     spent: Spent
     receipt: Receipt = Receipt()
@@ -61,7 +63,7 @@ class Verdict(NamedTuple):
 
 
 def charge(limits: Limits, spent: Spent, in_flight: int, tokens: int, now_ns: int, day: int) -> Verdict:
-    """Charge a call of `tokens`, where `in_flight` tokens are admitted and not yet answered.
+    """Charge a call of `tokens`, while `in_flight` tokens are admitted and not yet answered.
 
     `now_ns` is monotonic, `day` the number of the day in UTC.
     """
@@ -98,8 +100,8 @@ def may_pass(limits: Limits, arrival_ns: int, of_day: int, tokens: int, now_ns: 
 def refund(spent: Spent, receipt: Receipt, tokens: int, now_ns: int) -> Spent:
     """Give back `tokens` of a charge that were not computed; at most once for each charge.
 
-    To the bucket no more is given back than what has not yet been refilled: time has given back the rest. Refunds
-    to others since the charge are taken to be of charges before it, so that never too much is given back.
+    The bucket gets back at most the part that has not yet been refilled: time has given back the rest. Refunds to
+    others since the charge are assumed to be of charges before it, so that never too much is given back.
     """
     if receipt.rate:
         others_ns = spent.refunded_ns - receipt.refunded_ns
@@ -112,7 +114,7 @@ def refund(spent: Spent, receipt: Receipt, tokens: int, now_ns: int) -> Spent:
 
 
 def remaining(burst: int, rate: int, arrival_ns: int, now_ns: int) -> tuple[int, int]:
-    """Tokens that the bucket has now, and nanoseconds until it is full."""
+    """Return the tokens that the bucket has now, and the nanoseconds until it is full."""
     ahead_ns = arrival_ns - now_ns
     if ahead_ns <= 0:
         return burst, 0
@@ -121,7 +123,7 @@ def remaining(burst: int, rate: int, arrival_ns: int, now_ns: int) -> tuple[int,
 
 
 def room(limits: Limits, spent: Spent, in_flight: int, now_ns: int, day: int) -> int:
-    """Tokens that none of the quotas would refuse now; 0 without a quota."""
+    """Return the tokens that none of the quotas would refuse now; 0 without a quota."""
     left = []
     if limits.rate:
         left.append(remaining(limits.burst, limits.rate, spent.arrival_ns, now_ns)[0])
@@ -141,30 +143,31 @@ _LEASED_PART = 8
 
 
 def mean_use(before: float, since_s: float, tokens: int) -> float:
-    """Tokens a second of a tenant's recent calls, after a call of `tokens` that comes `since_s` after the last one."""
+    """Return the tokens a second of a tenant's recent calls, after a call of `tokens`, `since_s` after the previous
+    one."""
     return before * math.exp(-since_s / _MEAN_S) + tokens / _MEAN_S
 
 
 def lease_wanted(use: float, left: int) -> int:
-    """Tokens to lease for the calls to come, where `left` are leased: nothing while they last for half of the time."""
-    ahead = min(int(use * _AHEAD_S), MAX_TOKENS)
+    """Return the tokens to lease for future calls if `left` are leased: 0 while at least half of the need is left."""
+    ahead = int(use * _AHEAD_S)
     return max(0, ahead - left) if 2 * left < ahead else 0
 
 
 def lease_given(wanted: int, room: int) -> int:
-    """Tokens for a lease: a small part of what is left, so that little is idle elsewhere, and at last nothing."""
+    """Return the tokens for a lease: a small part of the rest, so that little is idle elsewhere, and in the end 0."""
     return min(wanted, room // _LEASED_PART)
 
 
 def time_of(tokens: int, rate: int) -> int:
-    """Nanoseconds in which a bucket of `rate` tokens a second gets `tokens`, rounded up."""
+    """Return the nanoseconds in which a bucket of `rate` tokens a second gets `tokens`, rounded up."""
     return -(-tokens * NS_PER_S // rate)
 
 
 def leaves_room(tenant: int, own: int, held: int, left: int) -> bool:
-    """True if a tenant that holds `own` of what is `held` in a queue may take more, if `left` is free after that.
+    """True if a tenant that holds `own` of the `held` part of a queue may take more, if `left` is free after that.
 
-    A key has what `leaves_as_much` allows. Calls without a key, tenant 0, count as those of one key, and may fill the
-    queue where they are alone in it.
+    A key may take what `leaves_as_much` allows. Calls without a key, tenant 0, count as those of one key, and may fill
+    the queue if no others are in it.
     """
     return left >= 0 and (leaves_as_much(own, left) or (not tenant and own == held))

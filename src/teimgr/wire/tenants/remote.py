@@ -62,7 +62,7 @@ class OpenCharge(Protocol):
 
 
 class Terms(Protocol):
-    """What a tenant may use; another object once that has changed."""
+    """The conditions for a tenant's calls; a new object after each change."""
 
     @property
     def share(self) -> SharedPart: ...
@@ -82,7 +82,7 @@ class Meter(Protocol):
 
 
 class Meters(Protocol):
-    """The meters of a process, by instance. What `lease` gives has to be given back.
+    """The meters of a process, by instance. Tokens from `lease` must be given back.
 
     `has_table`: workers of this host charge and count in its table, without this process.
     """
@@ -96,12 +96,13 @@ class Meters(Protocol):
 
 
 class EntryDesk:
-    """Answers the notes of the worker at the other end of a link, by the table of this host. For the loop's thread."""
+    """Answers the notes of the worker at the other end of a link, by the table of this host. Used only on the loop's
+    thread."""
 
     def __init__(
         self, meters: Meters, instance: str, model: str, send: Callable[..., None], *, is_heard: bool = True
     ) -> None:
-        """`is_heard`: the worker knows these notes."""
+        """`is_heard`: the worker understands these notes."""
         self._is_heard = is_heard
         self._meters = meters
         self._of = instance, model
@@ -133,7 +134,7 @@ class EntryDesk:
         self._send(FrameType.TENANT, Note.TERMS, 0, packed)
 
     def received(self, header: Header, payload: Received) -> None:
-        """Raises struct.error or ValueError: it is malformed, which ends the link."""
+        """Answer a note. Raises struct.error or ValueError if it is malformed, which ends the link."""
         if self._meter is None:
             return
         if header.method == Note.CHARGE:
@@ -149,7 +150,7 @@ class EntryDesk:
                 self._meter.count(tenant, counter, _valid_tokens(counts[counter]))
 
     def close(self) -> None:
-        """The link is lost: what was charged and not settled is refunded, since its caller gets an error."""
+        """The link is lost: refund the charges that were not settled, since their caller gets an error."""
         charges, self._open = self._open, {}
         for charge in charges.values():
             charge.settle(None)
@@ -185,7 +186,7 @@ class EntryDesk:
 
 
 def _valid_tokens(tokens: int) -> int:
-    """A number of tokens that another host reports: a negative one would lift the quotas of this one."""
+    """Check a number of tokens that another host reports: a negative one would lift the quotas of this one."""
     if not 0 <= tokens <= MAX_TOKENS:
         raise ValueError(f"{tokens} is not a number of tokens")
     return tokens

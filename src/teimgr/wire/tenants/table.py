@@ -1,9 +1,9 @@
-"""The file of the tenants of a host: quotas, what is used of them, and counters, mapped by daemon and workers.
+"""The file of the tenants of a host: quotas, their use, and counters, mapped by daemon and workers.
 
 It is an array of 64-bit words. The daemon writes the limits and names of the tenants, each worker the counters in its
-own row; the state of the quotas is changed by all workers, atomically (`worker/tenant_meter.py`). A row belongs to the
-worker that has locked it; the kernel takes the lock back when the process ends. Then the daemon adds up its counters
-and clears it, so that a killed worker leaves no tokens in flight.
+own row; all workers change the state of the quotas, atomically (`worker/tenant_meter.py`). A row belongs to the worker
+that has locked it; the kernel takes the lock back when the process ends. Then the daemon adds up its counters and
+clears it, so that a killed worker leaves no tokens in flight.
 
     header    [HEADER]
     tenants   [TENANTS][TENANT_WORDS]     name, limits; state of the quotas
@@ -103,10 +103,10 @@ class RowCounts(NamedTuple):
 
 
 class TenantTable:
-    """The mapped file at `path`, which is made where it is missing.
+    """The mapped file at `path`, which is created if it is missing.
 
     Raises:
-        OSError: it cannot be made or mapped.
+        OSError: it cannot be created or mapped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -128,7 +128,7 @@ class TenantTable:
     # The daemon
 
     def begin(self, boot: int) -> None:
-        """Forget the moments of an earlier start of the host, whose clock was another one."""
+        """Clear the moments of an earlier start of the host, whose clock was another one."""
         if self.words[_BOOT] != boot:
             for tenant in range(TENANTS):
                 at = tenant_at(tenant)
@@ -136,7 +136,7 @@ class TenantTable:
             self.words[_BOOT] = boot
 
     def configure(self, keys: list[TenantKey]) -> dict[str, int]:
-        """Write the limits of `keys`; the result is the number of each by name, which a name keeps.
+        """Write the limits of `keys`; return the number of each by name. A name keeps its number.
 
         Raises:
             ValueError: there are more than the file has room for.
@@ -188,7 +188,7 @@ class TenantTable:
     # A worker
 
     def claim(self, instance: str, model: str) -> int | None:
-        """A free row, locked for as long as the file is open, or None.
+        """Return a free row, locked for as long as the file is open, or None.
 
         A row whose counters were not yet added up is not free.
         """
@@ -207,12 +207,12 @@ class TenantTable:
         return None
 
     def in_flight(self, tenant: int) -> int:
-        """Tokens of a tenant that are admitted and not answered."""
+        """Return the tokens of a tenant that are admitted and not answered."""
         return sum(self.words[IN_FLIGHT_AT + row * TENANTS + tenant] for row in range(self.words[USED_ROWS_AT]))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other open file of the table is in here; without the library, which needs no lock."""
+        """Exclude all other open files of the table. Used only without the library, which needs no lock."""
         fcntl.fcntl(self.file, fcntl.F_OFD_SETLKW, _lock_of(fcntl.F_WRLCK, _NO_ROW))
         try:
             yield
@@ -224,7 +224,7 @@ class TenantTable:
         return Limits(*self.words[at + Word.RATE : at + Word.CONCURRENT + 1])
 
     def terms(self, tenant: int) -> tuple[bool, int, int]:
-        """Whether its quotas are only counted, its weight and its priority."""
+        """Return whether its quotas are only counted, its weight and its priority."""
         shadow, weight, priority = self.words[tenant_at(tenant) + Word.SHADOW : tenant_at(tenant) + Word.PRIORITY + 1]
         return shadow != 0, weight, priority
 
@@ -235,7 +235,7 @@ class TenantTable:
         return Spent(self.words[at + Word.ARRIVAL] - refunded_ns, refunded_ns, word >> DAY_SHIFT, word & DAY_TOKENS)
 
     def write_spent(self, tenant: int, spent: Spent) -> None:
-        """Without the library, under a lock of all workers."""
+        """Write the state of a tenant's quotas. Used only without the library, under a lock of all workers."""
         arrival_ns, word = spent.arrival_ns + spent.refunded_ns, spent.day << DAY_SHIFT | spent.of_day
         self._write_words(tenant, {Word.ARRIVAL: arrival_ns, Word.REFUNDED: spent.refunded_ns, Word.SPENT: word})
 
@@ -281,22 +281,23 @@ class TenantTable:
 
 
 def tenant_at(tenant: int) -> int:
-    """The first word of a tenant."""
+    """Return the index of the first word of a tenant."""
     return _TENANTS_AT + tenant * TENANT_WORDS
 
 
 def bucket_at(tenant: int) -> tuple[int, int]:
-    """The words of the moment at which a tenant's bucket would be full again without refunds, and of their sum."""
+    """Return the indices of two words: the moment at which a tenant's bucket would be full again without refunds, and
+    the sum of the refunds."""
     return tenant_at(tenant) + Word.ARRIVAL, tenant_at(tenant) + Word.REFUNDED
 
 
 def spent_at(tenant: int) -> int:
-    """The word of the tokens of a day: the day, and `DAY_TOKENS` of it."""
+    """Return the index of the word of the tokens of a day: the day, and `DAY_TOKENS` of it."""
     return tenant_at(tenant) + Word.SPENT
 
 
 def counter_at(row: int, tenant: int) -> int:
-    """The first counter of a tenant in a row."""
+    """Return the index of the first counter of a tenant in a row."""
     return _COUNTERS_AT + (row * TENANTS + tenant) * COUNTERS
 
 
@@ -310,7 +311,7 @@ def _words_of(key: TenantKey) -> dict[Word, int]:
 
 
 def _digest(name: str) -> int:
-    """A word for a name, never 0; the file has no names of keys."""
+    """Return a word for a name, never 0; the file does not have the names of keys."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little") | 1
 
 
