@@ -41,8 +41,9 @@ _QWEN_KEYS = KnownKeys(
             *("min_pixels", "max_pixels", "patch_size", "merge_size", "image_processor_type"),
         )
     ),
-    harmless=frozenset(("processor_class", "data_format", "input_data_format", "return_tensors")),
-    only={"do_convert_rgb": (True, None), "temporal_patch_size": (2,), "default_to_square": (False, None)},
+    # `default_to_square` is of a size that is one number, and those here are edges.
+    harmless=frozenset(("processor_class", "data_format", "input_data_format", "return_tensors", "default_to_square")),
+    only={"do_convert_rgb": (True, None), "temporal_patch_size": (2,)},
 )
 _TILE_KEYS = KnownKeys(
     honoured=(_QWEN_KEYS.honoured - {"min_pixels", "max_pixels", "patch_size", "merge_size"}) | {"max_image_size"},
@@ -51,7 +52,6 @@ _TILE_KEYS = KnownKeys(
         # Of null the library makes what false is.
         **dict.fromkeys(("do_resize", "do_image_splitting", "do_rescale", "do_normalize"), (True,)),
         "do_convert_rgb": (True, None),
-        "default_to_square": (False, None),
     },
 )
 _TILED_IMAGE = "<|begin_of_text|>User:<image>Describe the image.<end_of_utterance>\nAssistant:"

@@ -177,8 +177,17 @@ def test_settings_that_are_not_served_are_refused_by_name(
 SIZES = [(40, 50), (300, 200), (64, 64), (1, 500), (500, 1), (2010, 5), (256, 256), (255, 257), (90, 1000), (199, 53)]
 
 
-def test_squares_and_ids_of_a_page_are_those_of_the_librarys_processor_bit_for_bit(tmp_path: Path) -> None:
-    served = Served(build_colmodernvbert(tmp_path / "model"))
+@pytest.mark.parametrize("more", [{}, {"default_to_square": True, "do_center_crop": None, "disable_grouping": None}])
+def test_squares_and_ids_of_a_page_are_those_of_the_librarys_processor_bit_for_bit(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """`more`: as the library's fast processors save themselves."""
+    folder = build_colmodernvbert(tmp_path / "model")
+    edit(
+        folder / "processor_config.json",
+        image_processor=read(folder / "processor_config.json")["image_processor"] | more,
+    )
+    served = Served(folder)
     processor: Any = transformers.ColModernVBertProcessor.from_pretrained(served.path)
     tokenizer, steps = served.engine.tokenizer, served.engine.layout.dual.steps
     for seed, size in enumerate(SIZES):
