@@ -150,7 +150,7 @@ def mean_use(before: float, since_s: float, tokens: int) -> float:
 
 def lease_wanted(use: float, left: int) -> int:
     """Return the tokens to lease for future calls if `left` are leased: 0 while at least half of the need is left."""
-    ahead = int(use * _AHEAD_S)
+    ahead = min(int(use * _AHEAD_S), MAX_TOKENS)
     return max(0, ahead - left) if 2 * left < ahead else 0
 
 
