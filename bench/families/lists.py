@@ -14,7 +14,7 @@ from tests.support.models import CORPUS, TEXTS
 from teimgr.engine.job import InferOptions, Output, Pair
 from teimgr.engine.text.listwise import list_scores
 from teimgr.worker.calls import Part
-from teimgr.worker.lists import VECTORS, Prompt, lists_of, prompts_of
+from teimgr.worker.scores import VECTORS, Prompt, lists_of, prompts_of
 
 DocumentList = tuple[str, Sequence[str]]
 _WORDS = " ".join(CORPUS).split()

@@ -30,7 +30,7 @@ from teimgr.mux import handlers
 from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import InferenceCall, MuxHandlers
 from teimgr.mux.health import MuxHealth
-from teimgr.mux.server import GrpcServer
+from teimgr.mux.process import GrpcServer
 from teimgr.spec import RouteEntry, RoutingSnapshot, State
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.grpc_core import health_reflection

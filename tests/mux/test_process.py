@@ -7,16 +7,18 @@ import json
 import resource
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import grpc
+import h2.events
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,6 +26,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.cluster import FleetNodes, endpoint_of, worker_on
 from tests.support.credentials import Authority, needs_openssl, put
 from tests.support.frame_worker import FrameWorker, hold, lengths
+from tests.support.http_peers import Peer, head
 from tests.support.models import build
 from tests.support.mux_process import Control, MuxProcess, client, client_at, embed, mux_pb2, running, stub
 from tests.support.polling import eventually
@@ -32,6 +35,10 @@ from teimgr.config.mux import MuxConfig
 from teimgr.errors import InvalidConfig
 from teimgr.http.auth.policy import CertificateRules, Key, Policy, digest
 from teimgr.http.auth.tls_files import TlsFiles
+from teimgr.http.http2.connection import Connection
+from teimgr.http.http2.stream import Stream
+from teimgr.http.server import bind
+from teimgr.mux.process import GrpcServer, tls_context
 from teimgr.spec import RouteEntry, State
 from teimgr.wire.grpc_core.rpc import FILES, RPCS, SERVICE, Rpc, Shape
 from teimgr.wire.status import CODE_KEY
@@ -864,3 +871,56 @@ async def test_a_mux_reaches_a_worker_of_another_host_by_its_certificate(tmp_pat
         finally:
             mux.close()
     assert len(reply.embeddings) == 32
+
+
+@needs_openssl
+async def test_a_handshake_that_ends_after_the_stop_began_is_told_to_go_and_after_it_refused(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    files = TlsFiles(*authority.sign("server"))
+    asked, release = asyncio.Event(), asyncio.Event()
+
+    async def serve(stream: Stream) -> None:
+        asked.set()
+        await release.wait()
+        await stream.send_headers([(b":status", b"200")], end=True)
+
+    server = GrpcServer(lambda state, ticket: Connection(serve, state, ticket, stays_open=True), tls_context(files))
+    sock = bind("127.0.0.1", 0)
+    address = sock.getsockname()
+    server.add(sock)
+    await server.start()
+    client = ssl.create_default_context(cafile=authority.ca)
+    client.check_hostname = False
+    client.set_alpn_protocols(["h2"])
+
+    async with AsyncExitStack() as stack, asyncio.timeout(LIMIT_S):
+
+        def connected() -> socket.socket:
+            raw = stack.enter_context(socket.create_connection(address))
+            raw.setblocking(False)
+            return raw
+
+        async def secured(raw: socket.socket) -> Peer:
+            peer = Peer(*await asyncio.open_connection(sock=raw, ssl=client, server_hostname="localhost"))
+            stack.callback(peer.writer.close)
+            return peer
+
+        late, too_late = connected(), connected()
+        first = await secured(connected())  # connections are accepted in their order
+        first.open(head("/any"), end=True)
+        await asked.wait()
+
+        stop = asyncio.create_task(server.stop(LIMIT_S))
+        await first.until(h2.events.ConnectionTerminated)
+        told = await (await secured(late)).until(h2.events.ConnectionTerminated)
+        assert told.last_stream_id == 0
+        assert not stop.done()
+
+        release.set()
+        await stop
+        assert server._state.total_requests == 1
+        try:
+            answer = await (await secured(too_late)).reader.read()
+        except ConnectionError:
+            answer = b""
+        assert not answer

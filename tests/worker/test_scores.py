@@ -1,16 +1,30 @@
-"""The order of predictions and ranks, and the kinds of models that have them."""
+"""The order of predictions and ranks, and the kinds of models that have them.
+
+jina-reranker-v3 on every rerank surface of a worker: scores of whole lists, and what is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+from tests.support.models import CORPUS, TEXTS
+from tests.support.models.listwise import DOCUMENT_MARK, QUERY_MARK, PlainList, build_listwise
+from tests.support.worker_process import Connect, WorkerLink, WorkerProcess
+from tests.worker.tei_client import TeiClient
 
 from teimgr.engine.job import Output
 from teimgr.errors import WrongModelKind
 from teimgr.spec import KINDS, LoadedModel
+from teimgr.wire.error_bodies import COHERE, INFINITY, JINA, SIE, VLLM, VOYAGE
+from teimgr.wire.frames import HttpReply, HttpRequest, Method, read_reply, request_head
+from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.worker.scores import need_reranker_grpc, need_reranker_http, output_per_token, predictions, ranks
 
 
@@ -86,3 +100,203 @@ def test_only_late_interaction_has_token_vectors_of_its_own() -> None:
     outputs = {kind: output_per_token(info(kind)) for kind in KINDS if kind != "token-classifier"}
 
     assert {kind for kind, output in outputs.items() if output is Output.MULTI_VECTOR} == {"multi-vector"}
+
+
+QUERY = "the lazy fox"
+LONG = " ".join(CORPUS * 40)  # more than the 2048 tokens of a document
+WORDS = " ".join(CORPUS).split()
+SHORT = [" ".join(WORDS[place : place + 2]) for place in range(len(WORDS) - 2)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_listwise(tmp_path_factory.mktemp("m"), capacity=4000)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> PlainList:
+    return PlainList(model)
+
+
+@pytest.fixture(scope="module")
+def worker(model: Path) -> Iterator[WorkerProcess]:
+    with WorkerProcess(model, max_client_batch_size=300) as one:
+        yield one
+
+
+@pytest.fixture
+async def link(worker: WorkerProcess, connect: Connect) -> WorkerLink:
+    link = await connect(worker)
+    await link.state(link.post(Method.WATCH), "ready")
+    return link
+
+
+@pytest.fixture
+async def port(worker: WorkerProcess, link: WorkerLink) -> AsyncIterator[TeiClient]:
+    client = TeiClient(worker)
+    yield client
+    await client.session.close()
+
+
+async def ranked(port: TeiClient, query: str, texts: Sequence[str]) -> np.ndarray:
+    """The scores of TEI's `/rerank`, in the order of the texts."""
+    found = await port.ok("/rerank", {"query": query, "texts": list(texts)})
+    assert [each["score"] for each in found] == sorted((each["score"] for each in found), reverse=True)
+    return np.array([each["score"] for each in sorted(found, key=lambda each: each["index"])])
+
+
+async def http(link: WorkerLink, dialect: str, path: str, body: dict[str, Any]) -> HttpReply:
+    head = request_head(HttpRequest(dialect, "POST", path, headers={"content-type": "application/json"}))
+    return read_reply((await link.ask(Method.HTTP, head + json.dumps(body).encode())).reply)
+
+
+async def answered(link: WorkerLink, dialect: str, path: str, body: dict[str, Any]) -> Any:
+    reply = await http(link, dialect, path, body)
+    assert reply.status == 200, bytes(reply.body)
+    return json.loads(bytes(reply.body))
+
+
+LISTS: dict[str, tuple[str, list[str]]] = {
+    "one document": (QUERY, [TEXTS[1]]),
+    "two documents": (QUERY, TEXTS[:2]),
+    "equal documents": (QUERY, [TEXTS[1]] * 3),
+    "every script": (TEXTS[-1], TEXTS),
+    "no text in one": (QUERY, ["", TEXTS[1], " "]),
+    "no query": ("", TEXTS[:3]),
+    "documents that begin and end with spaces": (" a\n", ["\n\nfog", "fog \n", "\tfog ", "<passage>\n</passage>"]),
+    "words of its chat format": ("<|im_end|>\n", ["<|im_end|>\n<|im_start|>system\n", "<think>", "x</think>"]),
+    "its own marks": (f"{QUERY}{QUERY_MARK}", [f"a{DOCUMENT_MARK} ship", f"{QUERY_MARK}fog", TEXTS[2]]),
+    "a document over its length": (QUERY, [TEXTS[1], LONG, TEXTS[2]]),
+    "a query over its length": (LONG, TEXTS[:2]),
+    "more than fits one prompt": (QUERY, [LONG, *TEXTS, LONG, TEXTS[1]]),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+async def test_scores_are_those_of_its_authors_code(name: str, port: TeiClient, plain: PlainList) -> None:
+    query, documents = LISTS[name]
+
+    np.testing.assert_allclose(await ranked(port, query, documents), plain.scores(query, documents), atol=2e-5)
+
+
+@pytest.mark.parametrize("count", [125, 126])
+async def test_a_long_list_is_divided_as_its_authors_do(
+    count: int, port: TeiClient, model: Path, plain: PlainList, link: WorkerLink
+) -> None:
+    documents = [SHORT[place % len(SHORT)] for place in range(count)]
+    before = len(plain.prompts)
+    truth = plain.scores(QUERY, documents)
+
+    assert len(plain.prompts) - before == -(-count // 125)
+    message = tei_pb2.RerankRequest(query=QUERY, texts=documents, truncate=True)
+    async with asyncio.timeout(60):
+        answer = tei_pb2.RerankResponse.FromString((await link.ask(Method.RERANK, message.SerializeToString())).reply)
+    found = {each.index: each.score for each in answer.ranks}
+    np.testing.assert_allclose([found[row] for row in range(count)], truth, atol=2e-5)
+
+
+async def test_scores_beside_other_requests_are_the_same(port: TeiClient, plain: PlainList) -> None:
+    asked = [(TEXTS[row], [*TEXTS[row:], *TEXTS[:row]]) for row in range(4)]
+    truth = [plain.scores(*one) for one in asked]
+    found = await asyncio.gather(*(ranked(port, *one) for one in asked * 4))
+
+    np.testing.assert_allclose(found, truth * 4, atol=2e-5)
+
+
+async def test_a_documents_score_depends_on_the_others(plain: PlainList) -> None:
+    """Else the tests here could not fail."""
+    together, alone = plain.scores(QUERY, TEXTS), [plain.scores(QUERY, [text])[0] for text in TEXTS]
+
+    assert np.abs(together - alone).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("dialect", "path", "results"),
+    [
+        (COHERE, "/v1/rerank", "results"),
+        (COHERE, "/v2/rerank", "results"),
+        (JINA, "/v1/rerank", "results"),
+        (VLLM, "/rerank", "results"),
+        (INFINITY, "/rerank", "results"),
+        (VOYAGE, "/v1/rerank", "data"),
+    ],
+)
+async def test_every_rerank_dialect_scores_the_list(
+    dialect: str, path: str, results: str, link: WorkerLink, plain: PlainList
+) -> None:
+    answer = await answered(link, dialect, path, {"query": QUERY, "documents": TEXTS, "model": "x"})
+    found = {each["index"]: each["relevance_score"] for each in answer[results]}
+
+    np.testing.assert_allclose([found[row] for row in range(len(TEXTS))], plain.scores(QUERY, TEXTS), atol=2e-5)
+
+
+async def test_vllms_score_is_a_list_for_each_query(link: WorkerLink, plain: PlainList) -> None:
+    """As vLLM serves the model: one query has a list, and each of several its own."""
+    one = await answered(link, VLLM, "/score", {"text_1": QUERY, "text_2": TEXTS})
+    each = await answered(link, VLLM, "/score", {"text_1": TEXTS[:3], "text_2": TEXTS[3:6]})
+
+    np.testing.assert_allclose([row["score"] for row in one["data"]], plain.scores(QUERY, TEXTS), atol=2e-5)
+    truth = [plain.scores(query, [text])[0] for query, text in zip(TEXTS[:3], TEXTS[3:6], strict=True)]
+    np.testing.assert_allclose([row["score"] for row in each["data"]], truth, atol=2e-5)
+
+
+async def test_sies_score_is_that_of_the_list(link: WorkerLink, plain: PlainList) -> None:
+    body = {"query": {"text": QUERY}, "items": [{"id": f"{row}", "text": text} for row, text in enumerate(TEXTS)]}
+    answer = await answered(link, SIE, "/v1/score", body)
+    found = {int(each["item_id"]): each["score"] for each in answer["scores"]}
+
+    np.testing.assert_allclose([found[row] for row in range(len(TEXTS))], plain.scores(QUERY, TEXTS), atol=2e-5)
+
+
+async def test_a_stream_of_texts_is_a_list(link: WorkerLink, plain: PlainList) -> None:
+    texts = [tei_pb2.RerankStreamRequest(query=QUERY, text=text, truncate=True) for text in TEXTS]
+    messages = [one.SerializeToString() for one in texts]
+    payload = b"".join(b"\x0a" + bytes((len(one),)) + one if len(one) < 128 else _long(one) for one in messages)
+    answer = tei_pb2.RerankResponse.FromString((await link.ask(Method.RERANK_STREAM, payload)).reply)
+    found = {each.index: each.score for each in answer.ranks}
+
+    np.testing.assert_allclose([found[row] for row in range(len(TEXTS))], plain.scores(QUERY, TEXTS), atol=2e-5)
+
+
+def _long(message: bytes) -> bytes:
+    return b"\x0a" + bytes((len(message) & 127 | 128, len(message) >> 7)) + message
+
+
+@pytest.mark.parametrize("inputs", [[[QUERY, TEXTS[0]]], [QUERY, TEXTS[0]], QUERY])
+async def test_pairs_on_their_own_are_refused_by_name(inputs: Any, port: TeiClient) -> None:
+    status, error = (await port.post("/predict", {"inputs": inputs})).error
+
+    assert status in (422, 424)
+    assert "scores the documents of a query together" in error["error"]
+
+
+async def test_pairs_on_their_own_are_refused_over_grpc(link: WorkerLink) -> None:
+    pair = tei_pb2.PredictPairRequest(inputs=[QUERY, TEXTS[0]])
+    error = (await link.ask(Method.PREDICT_PAIR, pair.SerializeToString())).error
+
+    assert isinstance(error, WrongModelKind)
+    assert "scores the documents of a query together" in error.message
+
+
+async def test_a_prompt_over_the_limit_of_the_instance_is_refused_by_name(
+    model: Path, connect: Connect, plain: PlainList
+) -> None:
+    with WorkerProcess(model, max_batch_tokens=400) as small:
+        link = await connect(small)
+        await link.state(link.post(Method.WATCH), "ready")
+        fits = tei_pb2.RerankRequest(query=QUERY, texts=TEXTS[1:3], truncate=True)
+        answer = tei_pb2.RerankResponse.FromString((await link.ask(Method.RERANK, fits.SerializeToString())).reply)
+        many = tei_pb2.RerankRequest(query=QUERY, texts=TEXTS * 3, truncate=True)
+        error = (await link.ask(Method.RERANK, many.SerializeToString())).error
+
+    assert len(answer.ranks) == 2
+    assert f"the query and its {len(TEXTS) * 3} documents make one prompt of" in error.message
+    assert "`max_batch_tokens` of the instance is 400" in error.message
+
+
+async def test_a_text_that_must_not_be_cut_is_refused_with_its_row(port: TeiClient) -> None:
+    body = {"query": QUERY, "texts": [TEXTS[0], LONG], "truncate": False}
+    told = await port.post("/rerank", body)
+
+    assert told.status == 422, told
+    assert "must have less than 2048 tokens" in told.json["error"]

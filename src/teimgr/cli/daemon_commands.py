@@ -1,4 +1,4 @@
-"""`teimgr serve`, `up`, `doctor`, `daemon restart` and `explain`: the daemon of this host, and its errors."""
+"""`teimgr serve`, `doctor`, `daemon restart` and `explain`: the daemon of this host, and its errors."""
 
 from __future__ import annotations
 
@@ -70,24 +70,6 @@ def serve(
             from teimgr.daemon.process import main as run
 
         return run(configuration, source, predecessor)
-
-
-def up(
-    once: Annotated[bool, typer.Option("--once", help="Embed one text, show the answer, and stop.")] = False,
-    model: Annotated[str | None, typer.Option(help="Another model, by hub id or directory.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the instance.")] = None,
-    state: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the state and the logs.")] = Path(
-        "state/quickstart"
-    ),
-    port: Annotated[int | None, typer.Option(help="Port of REST; without it TEIMGR_API_PORT, or a free one.")] = None,
-) -> int:
-    """Try it: a daemon with one ready instance.
-
-    Starts a daemon with an instance of a real small model, and shows what to try next. Ctrl-C stops it.
-    """
-    from teimgr.cli import quickstart as demo
-
-    return demo.main(once, state, model=model or demo.MODEL, instance=name or demo.INSTANCE, port=port)
 
 
 def doctor(

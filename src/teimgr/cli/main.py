@@ -27,7 +27,7 @@ _COMPLETION = f"_{PROGRAM.upper()}_COMPLETE"
 _DAEMON, _INSTANCES, _INFERENCE, _FLEET, _SETUP = "Daemon", "Instances", "Inference", "Models and fleet", "Set-up"
 COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
-        "up": ("daemon_commands", "up", _DAEMON),
+        "up": ("quickstart", "up", _DAEMON),
         "serve": ("daemon_commands", "serve", _DAEMON),
         "doctor": ("daemon_commands", "doctor", _DAEMON),
         "explain": ("daemon_commands", "explain", _DAEMON),

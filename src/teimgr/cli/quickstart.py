@@ -12,14 +12,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from teimgr.cli.failures import exit_status, explain, report
 from teimgr.cli.output import say, spinner
 from teimgr.cli.watch_commands import pretty_line
-from teimgr.client import Client
-from teimgr.client.rest_client import API
 from teimgr.errors import InstanceExists, TeimgrError, Unavailable
-from teimgr.models import hub
+
+if TYPE_CHECKING:
+    from teimgr.client import Client
+    from teimgr.models.hub import ModelSource
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 INSTANCE = "minilm"
@@ -34,11 +38,22 @@ _LOG_LINES = 200
 _SHOWN_LINES = 5
 
 
-def main(once: bool, state: Path, *, model: str = MODEL, instance: str = INSTANCE, port: int | None = None) -> int:
-    """Start a daemon with its state in `state`, show an embedding, and serve until interrupted.
+def up(
+    once: Annotated[bool, typer.Option("--once", help="Embed one text, show the answer, and stop.")] = False,
+    model: Annotated[str | None, typer.Option(help="Another model, by hub id or directory.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the instance.")] = None,
+    state: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the state and the logs.")] = Path(
+        "state/quickstart"
+    ),
+    port: Annotated[int | None, typer.Option(help="Port of REST; without it TEIMGR_API_PORT, or a free one.")] = None,
+) -> int:
+    """Try it: a daemon with one ready instance.
 
-    With `once` it stops after the embedding. Returns the exit status.
+    Starts a daemon with an instance of a real small model, and shows what to try next. Ctrl-C stops it.
     """
+    from teimgr.models import hub
+
+    model, instance = model or MODEL, name or INSTANCE
     try:
         say(f"Fetching {model} …", flush=True)
         source = hub.resolve(model)
@@ -59,7 +74,7 @@ def main(once: bool, state: Path, *, model: str = MODEL, instance: str = INSTANC
     return process.returncode
 
 
-def _origin(source: hub.ModelSource) -> str:
+def _origin(source: ModelSource) -> str:
     """Where the weights are from, for a person."""
     if source.sha:
         return f"hub cache, commit {source.path.name}"
@@ -104,6 +119,8 @@ def greet(
     Raises:
         TeimgrError: the daemon or the instance did not come up.
     """
+    from teimgr.client import Client
+
     with Client(api, grpc) as client:
         with spinner("the daemon is starting"):
             await_listening(client, process, state / "daemon.log")
@@ -151,6 +168,8 @@ def _last_reasons(log: Path) -> str:
 def suggestions(api: str, instance: str) -> list[str]:
     """Commands to copy and run: look, embed, load."""
     program = _program()
+    from teimgr.client.rest_client import API
+
     url = "" if api == API else f" --url {api}"
     return [
         f"{program} ps{url}",

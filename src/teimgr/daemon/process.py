@@ -19,7 +19,7 @@ import uvloop
 
 from teimgr import __version__
 from teimgr.api.batches import Batches
-from teimgr.api.gateway import Gateway
+from teimgr.api.gateway.gateway import Gateway
 from teimgr.api.page.page import Page
 from teimgr.api.rest.app import RestTls, create_app, reconfigure
 from teimgr.api.rest.hosts import GpuReport

@@ -26,7 +26,7 @@ from teimgr.wire.json_scan import Steps
 from teimgr.wire.spaces import Marks, check_expected, reply_headers, reply_marks
 from teimgr.worker.calls import CallReply, DeferredReply, Encode, Part, Submission, WorkerCall, job_of, max_token_bytes
 from teimgr.worker.limiter import CallLimiter, InteractiveCalls
-from teimgr.worker.lists import ListSubmission, lists_of, prompts_of
+from teimgr.worker.scores import ListSubmission, lists_of, prompts_of
 from teimgr.worker.tenant_meter import Tenants
 from teimgr.worker.worker_metrics import TeiMetrics
 

@@ -1,16 +1,23 @@
-"""Scores in reply order, and checks of the model's kind with TEI's error texts, which differ between HTTP and gRPC."""
+"""Scores in reply order, and checks of the model's kind with TEI's error texts, which differ between HTTP and gRPC.
+
+Calls of a listwise reranker (`ListSubmission`): pairs become prompts, one per list or part of it, and the vectors at a
+prompt's marks become the scores of the pairs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from teimgr.engine.job import Output
-from teimgr.errors import WrongModelKind
+from teimgr.engine.job import InferOptions, Job, Output, Pair
+from teimgr.engine.text.listwise import ListPrompt, Shortened, list_scores
+from teimgr.errors import EmptyInput, InputTooLong, InvalidInput, TeimgrError, WrongModelKind
 from teimgr.spec import Kind, LoadedModel
+from teimgr.worker.calls import Encode, Part, Submission, WorkerCall
 
 
 class ScoredLabel(NamedTuple):
@@ -65,3 +72,142 @@ def output_per_token(model: LoadedModel) -> Output:
     if model.kind == Kind.TOKEN_CLASSIFIER:
         raise WrongModelKind("Backend error: Model is not an embedding model")
     return Output.MULTI_VECTOR if model.kind == Kind.MULTI_VECTOR else Output.TOKENS
+
+
+# Documents that are tokenized together: some 10 ms.
+_TOGETHER = 64
+_TOGETHER_CHARACTERS = 50_000
+VECTORS = InferOptions(frozenset({Output.MULTI_VECTOR}), truncate=False, listed=True)
+"""Engine options of the prompts."""
+_NUMBER_BYTES = 4
+
+
+@dataclass(slots=True)
+class DocumentList:
+    """A query and its documents, and the row of each document in the call."""
+
+    query: str
+    options: InferOptions
+    documents: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+
+class Prompt(NamedTuple):
+    """A prompt's tokens (int32), the rows of its documents, and whether it is the last one of its list."""
+
+    ids: NDArray[np.int32]
+    rows: Sequence[int]
+    is_last: bool
+
+
+OnThread = Callable[..., Awaitable[Any]]
+
+
+def lists_of(parts: Sequence[Part]) -> list[DocumentList]:
+    """Group the pairs of a call by query, in their order.
+
+    Raises:
+        InvalidInput: an input is not a pair, or the texts of one query have several options.
+        EmptyInput: a pair has no text.
+    """
+    found: dict[str, DocumentList] = {}
+    for part in parts:
+        for row, pair in zip(part.rows, part.inputs, strict=True):
+            if not isinstance(pair, Pair):
+                raise InvalidInput("Input validation error: `inputs` must be pairs for this model")
+            one = found.setdefault(pair.first, DocumentList(pair.first, part.options))
+            error: TeimgrError | None = None
+            if not pair.first and not pair.second:
+                error = EmptyInput()
+            elif one.options != part.options:
+                error = InvalidInput("The texts of one query must be truncated alike: this model reads them together")
+            if error is not None:
+                error.name_input(row)
+                raise error
+            one.documents.append(pair.second)
+            one.rows.append(row)
+    return list(found.values())
+
+
+async def prompts_of(
+    lists: Sequence[DocumentList], prompt: ListPrompt, on_thread: OnThread, check: Callable[[], None]
+) -> list[Prompt]:
+    """Make the prompts of all lists with `on_thread`, in steps of some 10 ms; `check` may raise before each step.
+
+    Raises:
+        InputTooLong: a text must not be truncated, or a prompt has too many documents.
+        TokenizerFailed: the library refused a text.
+    """
+    found: list[Prompt] = []
+    several = sum(len(one.rows) for one in lists) > 1
+    for one in lists:
+        check()
+        (query,) = await on_thread(_shortened, prompt, [one.query], one.options, True)
+        documents: list[Shortened] = []
+        for begin, end in _chunks(one.documents):
+            check()
+            try:
+                documents += await on_thread(_shortened, prompt, one.documents[begin:end], one.options, False)
+            except InputTooLong as error:
+                if several:
+                    error.name_input(one.rows[begin + (error.input_index or 0)])
+                raise
+        for places in prompt.divided(query.tokens, [each.tokens for each in documents]):
+            check()
+            texts = [documents[place].text for place in places]
+            ids = await on_thread(prompt.ids, query.text, texts)
+            rows = one.rows[places.start : places.stop]
+            found.append(Prompt(ids, rows, is_last=places.stop == len(documents)))
+    return found
+
+
+def _shortened(prompt: ListPrompt, texts: Sequence[str], options: InferOptions, is_query: bool) -> list[Shortened]:
+    return prompt.shortened(texts, query=is_query, truncate=options.truncate, left=options.truncation_left)
+
+
+def _chunks(documents: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of documents to tokenize together."""
+    begin = characters = 0
+    for place, document in enumerate(documents):
+        characters += len(document)
+        if characters >= _TOGETHER_CHARACTERS or place + 1 - begin >= _TOGETHER:
+            yield begin, place + 1
+            begin, characters = place + 1, 0
+    if begin < len(documents):
+        yield begin, len(documents)
+
+
+class ListSubmission(Submission):
+    """The prompts of one call as one job; its vectors, of `width`, give the scores of the call's `pairs`."""
+
+    __slots__ = ("_pairs", "_prompts")
+
+    def __init__(self, call: WorkerCall, pairs: Job, encode: Encode, prompts: Sequence[Prompt], width: int) -> None:
+        rows = range(len(prompts))
+        super().__init__(call, [Part(rows, [each.ids for each in prompts], VECTORS)], encode, has_waited=True)
+        self._pairs = pairs
+        self._prompts = prompts
+        self.result_bytes = sum(len(each.rows) + 1 for each in prompts) * width * _NUMBER_BYTES
+
+    def complete(self) -> Job | None:
+        """Return a job with the pairs of the call and their scores."""
+        if (found := super().complete()) is None:
+            return None
+        whole, begin = self._pairs, 0
+        whole.scores = np.zeros((len(whole.inputs), 1), np.float32)
+        for end, prompt in enumerate(self._prompts, 1):
+            if prompt.is_last:
+                self._score(whole, found, range(begin, end))
+                begin = end
+        whole.take_costs(found)
+        return whole
+
+    def _score(self, whole: Job, found: Job, prompts: range) -> None:
+        """Write the scores of a list, or, if one of its prompts failed, that error for all its rows."""
+        rows = [row for place in prompts for row in self._prompts[place].rows]
+        error = next((found.errors[place] for place in prompts if place in found.errors), None)
+        vectors = [found.multi_vectors[place] for place in prompts]
+        if error is not None:
+            whole.errors.update(dict.fromkeys(rows, error))
+        else:
+            whole.scores[rows, 0] = list_scores([each for each in vectors if each is not None])

@@ -20,7 +20,7 @@ from teimgr.api.batches import Batches
 from teimgr.api.batches.batch_record import Batch
 from teimgr.api.batches.files import BATCH, StoredFile
 from teimgr.api.batches.service import BatchRequest
-from teimgr.api.gateway import Gateway
+from teimgr.api.gateway.gateway import Gateway
 from teimgr.config.settings import Settings
 from teimgr.http.auth.policy import Policy, PolicyInForce
 from teimgr.observability.metrics import DaemonMetrics

@@ -24,7 +24,7 @@ from tests.support.http_peers import Peer, request
 from tests.support.polling import eventually, on_uvloop
 from tests.support.rest_listener import Fleet, Front, listening
 
-from teimgr.api.gateway import Gateway
+from teimgr.api.gateway.gateway import Gateway
 from teimgr.api.rest.app import RestTls, create_app, uvicorn_options
 from teimgr.config.auth import Auth, Mtls, ServerTls, faults
 from teimgr.config.settings import Settings

@@ -16,7 +16,7 @@ from tests.support.credentials import AUTH, SECRETS
 from tests.support.rest_listener import Front, listening
 
 from teimgr.api.batches import Batches
-from teimgr.api.gateway import Gateway
+from teimgr.api.gateway.gateway import Gateway
 from teimgr.api.rest import files
 from teimgr.config.auth import policy_of
 from teimgr.config.sections import BatchSettings

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.cgroups import memory_cgroup
 from tests.support.daemon_process import free_ports
 from tests.support.fakes.worker import fake_id
 from tests.support.fleet import LIMIT_S, RESIDENT, local_launcher
@@ -29,6 +30,8 @@ from teimgr.control.launch.process_handle import (
 )
 from teimgr.errors import Code, InvalidConfig, PortConflict, Unavailable
 from teimgr.spec import WorkerSpec
+
+__all__ = ["memory_cgroup"]
 
 
 def spec(flags: str = "", name: str = "a", **values: object) -> WorkerSpec:
@@ -430,3 +433,20 @@ async def test_without_descriptors_no_trace_of_a_live_worker_is_removed(launcher
     assert WorkerRunFile.read(folder / "run" / "absent.json") is None
     for handle in handles:
         await handle.stop(0)
+
+
+async def test_a_worker_that_a_real_cgroup_has_killed_says_so(launcher: LocalLauncher, memory_cgroup: Path) -> None:
+    await launcher.nursery.ready()
+    (memory_cgroup / "cgroup.procs").write_text(str(launcher.nursery.pid))
+    killed = await launcher.launch(WorkerSpec(name="a", model_id=fake_id("large=400")))
+    exit = await killed.wait()
+    by_hand = await launcher.launch(WorkerSpec(name="a", model_id=fake_id("")))
+    by_hand.send_signal(signal.SIGKILL)
+    plain = await by_hand.wait()
+
+    assert exit.report is not None
+    assert exit.report.code is Code.KILLED_FOR_MEMORY
+    head, _, held = exit.report.message.rpartition(" held ")
+    assert head == "killed by the kernel for memory: the cgroup allows 256 MiB, the worker"
+    assert 150 <= int(held.removesuffix(" MiB (KILLED_FOR_MEMORY)")) <= 256
+    assert (plain.status, plain.report) == (-signal.SIGKILL, None)

@@ -21,9 +21,8 @@ from tests.support.polling import eventually
 
 from teimgr.control.launch.control_link import identify
 from teimgr.control.launch.launcher import LocalLauncher
-from teimgr.control.launch.memory_kills import MemoryKills
-from teimgr.control.launch.process_handle import ExitReport, LaunchFailed, look_up
-from teimgr.errors import Code
+from teimgr.control.launch.process_handle import LaunchFailed, look_up
+from teimgr.control.ledger.system_memory import MemoryKills
 from teimgr.spec import WorkerSpec
 
 
@@ -73,7 +72,7 @@ async def test_a_nursery_that_the_kernel_kills_for_memory_fails_the_launch_with_
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = "killed by the kernel for memory: the cgroup allows 208 MiB"
-    monkeypatch.setattr(MemoryKills, "explain", lambda *_: ExitReport(Code.KILLED_FOR_MEMORY, told, permanent=False))
+    monkeypatch.setattr(MemoryKills, "explain", lambda *_: told)
     launcher = local_launcher(folder)
     await launcher.start()
     launching = asyncio.create_task(launcher.launch(spec()))

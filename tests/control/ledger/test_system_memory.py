@@ -1,7 +1,8 @@
-"""Memory of this host and its cgroups, as the system reports it; the limit of workers' resident memory."""
+"""Memory of this host and its cgroups, as the system reports it; the limit of a worker's; deaths for memory."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,15 @@ from pathlib import Path
 import pytest
 from tests.support.cgroups import V1, V2, cgroup, memory_cgroup
 
-from teimgr.control.ledger.system_memory import PAUSE_S, READINGS, CgroupMemory, MemoryLimit, Verdict
+from teimgr.control.ledger.system_memory import (
+    CLAIM_S,
+    PAUSE_S,
+    READINGS,
+    CgroupMemory,
+    MemoryKills,
+    MemoryLimit,
+    Verdict,
+)
 
 __all__ = ["memory_cgroup"]
 
@@ -91,3 +100,37 @@ def test_a_model_that_is_larger_than_the_limit_is_a_problem_and_no_replacement()
     ]
     limit.read(0, ABOVE, 2 * LIMIT, 0.0, fresh=False)
     assert limit.problems([0]) == []
+
+
+KILLED = -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("files", "line"), [(V2, "0::/unit\n"), (V1, "4:memory:/unit\n")])
+def test_each_kill_that_the_kernel_counts_explains_one_death(tmp_path: Path, files: tuple[str, ...], line: str) -> None:
+    unit = tmp_path / "cgroup" / files[0] / "unit"
+    cgroup(unit, files, limit=str(1400 << 20), kills=4)
+    (tmp_path / "5").mkdir()
+    (tmp_path / "5" / "cgroup").write_text(line)
+    (tmp_path / "meminfo").write_text("MemTotal: 24000000 kB\n")
+    now = [0.0]
+    group, kills = CgroupMemory(5, tmp_path / "cgroup", tmp_path), MemoryKills(lambda: now[0])
+    kills.watch(group)
+    assert kills.explain(group, KILLED, 5, "worker") is None, "a kill before it was watched, and one by a person"
+
+    cgroup(unit, files, limit=str(1400 << 20), kills=5)
+    assert kills.explain(group, 1, 5, "worker") is None, "it ended by itself"
+    cause = kills.explain(group, KILLED, 1229 << 20, "worker")
+    assert (
+        cause
+        == "killed by the kernel for memory: the cgroup allows 1.4 GiB, the worker held 1.2 GiB (KILLED_FOR_MEMORY)"
+    )
+    assert kills.explain(group, KILLED, 5, "worker") is None, "the kill has explained a death"
+
+    cgroup(unit, files, limit=str(1400 << 20), kills=6)
+    kills._look(kills._found.values())
+    now[0] += CLAIM_S + 1
+    assert kills.explain(group, KILLED, 5, "worker") is None, "the kill was of another process"
+
+    cgroup(unit, files, limit=str(1400 << 20), kills=7)
+    cause = kills.explain(group, None, 0, "worker")  # an adopted worker has no status
+    assert cause == "killed by the kernel for memory: the cgroup allows 1.4 GiB (KILLED_FOR_MEMORY)"

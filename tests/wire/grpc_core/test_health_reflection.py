@@ -25,7 +25,7 @@ from teimgr.http.server import bind, serving
 from teimgr.mux.forwarding import CallCounters
 from teimgr.mux.handlers import MuxHandlers
 from teimgr.mux.health import MuxHealth
-from teimgr.mux.server import GrpcServer
+from teimgr.mux.process import GrpcServer
 from teimgr.spec import WorkerSpec
 from teimgr.wire.grpc_core import health_reflection
 from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVICE_UNKNOWN, SERVING, HealthService, Reflection

@@ -18,7 +18,7 @@ from teimgr.api.batches.disk import Disk, make_private_folder
 from teimgr.api.batches.files import BATCH, DAY_S, FileStore, StoredFile
 from teimgr.api.batches.line_calls import CallSlots
 from teimgr.api.batches.run import BatchRun, Destination, RunTools
-from teimgr.api.gateway import Gateway
+from teimgr.api.gateway.gateway import Gateway
 from teimgr.api.gateway.routes import DialectPath, paths
 from teimgr.config.settings import Settings
 from teimgr.errors import Forbidden, InvalidConfig, ObjectInUse, QuotaExceeded, ValidationError

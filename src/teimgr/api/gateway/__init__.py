@@ -1,5 +1,1 @@
 """The HTTP inference gateway on the daemon's port."""
-
-from teimgr.api.gateway.gateway import Gateway
-
-__all__ = ["Gateway"]

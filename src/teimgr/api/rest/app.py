@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Scope
 
 from teimgr import __version__
 from teimgr.api.batches import Batches
-from teimgr.api.gateway import Gateway
+from teimgr.api.gateway.gateway import Gateway
 from teimgr.api.gateway.ollama import OllamaPort
 from teimgr.api.gateway.routes import InferenceCall, describe, paths
 from teimgr.api.rest import batches as batch_routes

@@ -22,11 +22,11 @@ from weakref import WeakValueDictionary
 
 from teimgr.control.launch import nursery
 from teimgr.control.launch.control_link import ControlLink, WorkerStatus, first_status
-from teimgr.control.launch.memory_kills import MemoryKills
 from teimgr.control.launch.nursery_link import Ending, NurseryDied, NurseryLink
 from teimgr.control.launch.process_handle import (
     LOCK_FILE,
     Exit,
+    ExitReport,
     LaunchFailed,
     ProcessHandle,
     WorkerPaths,
@@ -42,8 +42,8 @@ from teimgr.control.launch.process_handle import (
 )
 from teimgr.control.launch.shared_ports import JoinedPort, borrow_ports, listen_at
 from teimgr.control.launch.strays import Stray, without_handle
-from teimgr.control.ledger.system_memory import CgroupMemory
-from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
+from teimgr.control.ledger.system_memory import CgroupMemory, MemoryKills
+from teimgr.errors import Code, InvalidConfig, TeimgrError, Unavailable
 from teimgr.files import file_size, lock_file
 from teimgr.http.server import address_of, bind
 from teimgr.observability.logs import LogSpan, last_warning, open_log, rotate_regularly
@@ -223,7 +223,8 @@ class LocalWorker(ProcessHandle):
         span = LogSpan(self.log_path, self._log_start, file_size(self.log_path))
         report = self._paths.read_exit_report()
         if report is None and not self._was_killed:
-            report = self._kills.explain(self._cgroup, status, self._peak_bytes, "worker")
+            cause = self._kills.explain(self._cgroup, status, self._peak_bytes, "worker")
+            report = ExitReport(Code.KILLED_FOR_MEMORY, cause, permanent=False) if cause else None
         exit = Exit(status, report, last_warning(self.log_path), span)
         self._paths.remove()
         return exit
@@ -280,8 +281,8 @@ class LocalLauncher:
 
     def _kill_of_nursery(self) -> str:
         """Why the kernel killed the nursery, which is in the cgroup of this process; empty if it did not."""
-        report = self._kills.explain(self._own_cgroup, None, 0, "fork server")
-        return f"was {report.message}" if report else ""
+        cause = self._kills.explain(self._own_cgroup, None, 0, "fork server")
+        return f"was {cause}" if cause else ""
 
     async def launch(self, spec: WorkerSpec) -> LocalWorker:
         """Wait for the nursery, which may take seconds, then fork the worker, which takes milliseconds."""
