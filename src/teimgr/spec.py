@@ -681,18 +681,22 @@ class InstanceView:
     """The latest."""
 
 
+def may_serve(view: InstanceView) -> bool:
+    """True if an instance takes calls, or would be started or loaded for one."""
+    is_loadable = view.spec.load == "on_demand" and view.state in (State.UNLOADED, State.STOPPING)
+    return is_loadable or view.state in (State.RUNNING, State.STARTING)
+
+
 def other_space(view: InstanceView, of_model: Iterable[InstanceView]) -> str | None:
     """Return the instance in whose space calls by the model id are answered, None if `view` is in it: by the rule of
     `wire/routing/router.py`. `of_model` are the instances of the model id in order of creation.
     """
-    loadable = (State.UNLOADED, State.STOPPING)
-    for each in of_model:
-        if each.state in (State.RUNNING, State.STARTING) or (each.spec.load == "on_demand" and each.state in loadable):
-            spaces = [one.model.space if one.model else "" for one in (each, view)]
-            settings = [one.spec.space_settings for one in (each, view)]
-            first, own = spaces if all(spaces) else settings
-            return each.spec.name if first != own else None
-    return None
+    if (first := next(filter(may_serve, of_model), None)) is None:
+        return None
+    spaces = [one.model.space if one.model else "" for one in (first, view)]
+    settings = [one.spec.space_settings for one in (first, view)]
+    its, own = spaces if all(spaces) else settings
+    return first.spec.name if its != own else None
 
 
 @dataclass(frozen=True, slots=True)

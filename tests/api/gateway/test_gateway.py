@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import ExitStack
 from io import BytesIO
 from typing import Any
@@ -18,7 +18,7 @@ from tests.support.mux_process import running
 from tests.support.polling import eventually
 from tests.support.rest_listener import Fleet
 
-from teimgr.api.gateway import bodies
+from teimgr.api.gateway import bodies, model_cards
 from teimgr.api.gateway.bodies import Bodies, ReadBody
 from teimgr.api.gateway.gateway import Gateway, go_duration
 from teimgr.api.gateway.model_cards import CardRows, ModelCards
@@ -483,3 +483,23 @@ async def test_the_card_of_an_instance_says_that_calls_by_its_model_id_go_to_ano
     rows.routed("b", None)
     specs.pop(1)
     assert await by_name_only() == {}
+    for name in ("a", "c"):
+        rows.routed(name, None)
+    assert not rows._siblings, "a daemon whose calls declare models would keep one for each"
+
+
+def test_the_cards_of_many_stopped_instances_of_a_model_look_at_each_of_them_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """256 cards of 2,000 held the event loop for 0.1 s: each card looked for a serving one among all."""
+    seen: list[InstanceView] = []
+
+    def counted(view: InstanceView, of_model: Iterable[InstanceView]) -> str | None:
+        seen.extend(of_model)
+        return None
+
+    monkeypatch.setattr(model_cards, "other_space", counted)
+    views = [InstanceView(spec=InstanceSpec(name=f"a{each}", model_id="m"), state=State.STOPPED) for each in range(50)]
+    cards = ModelCards(views, dict.fromkeys((view.spec.name for view in views), "m").get, 0, "teimgr", True)
+    assert [cards.card(view.spec.name)["state"] for view in views] == ["available"] * 50
+    assert len(seen) <= 50

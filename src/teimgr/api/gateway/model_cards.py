@@ -20,7 +20,7 @@ from teimgr import __version__
 from teimgr.api.gateway.routes import WEAVIATE_BASES
 from teimgr.http.auth.policy import Caller, caller_of
 from teimgr.models.source import shown_id
-from teimgr.spec import InstanceView, Kind, LoadedModel, RouteEntry, State, other_space
+from teimgr.spec import InstanceView, Kind, LoadedModel, RouteEntry, State, may_serve, other_space
 from teimgr.wire.error_bodies import JSON_TYPE
 
 INFINITY_HEALTH = ("/v1/health", "/infinity/health", "/infinity/v1/health")
@@ -88,7 +88,10 @@ class CardRows:
         model_id = None if entry is None else entry.model_id
         if self._models.get(name) == model_id:
             return
-        self._siblings[self._models.pop(name, "")].discard(name)
+        if (before := self._models.pop(name, None)) is not None:
+            self._siblings[before].remove(name)
+            if not self._siblings[before]:
+                del self._siblings[before]
         if model_id is not None:
             self._models[name] = model_id
             self._siblings[model_id].add(name)
@@ -151,9 +154,12 @@ class ModelCards:
         self._is_for_operator = is_for_operator
         self._by_name: dict[str, InstanceView] = {}
         self._by_model: defaultdict[str, list[InstanceView]] = defaultdict(list)
+        self._first: dict[str, InstanceView] = {}  # of each model that has one which may serve
         for view in views:
             self._by_name[view.spec.name] = view
             self._by_model[view.spec.model_id].append(view)
+            if may_serve(view):
+                self._first.setdefault(view.spec.model_id, view)
 
     def card(self, name: str) -> dict[str, Any]:
         """Return the card; it has facts about the model once that is loaded. `root` is the id of the model, as in
@@ -183,9 +189,9 @@ class ModelCards:
         }
         if view is not None and view.spec.load == "on_demand":
             card["residence"] = _RESIDENCE[view.state]
-        of_model = self._by_model[view.spec.model_id] if view is not None and name in self._by_name else ()
-        if view is not None and (first := other_space(view, of_model)) is not None:
-            card["by_name_only"] = f"calls by the model id are answered in the space of instance '{first}'"
+        first = self._first.get(view.spec.model_id) if view is not None and name in self._by_name else None
+        if view is not None and first is not None and (other := other_space(view, (first,))) is not None:
+            card["by_name_only"] = f"calls by the model id are answered in the space of instance '{other}'"
         return card | (_facts(model) if model else {"capabilities": [], "outputs": [], "dims": {}, "endpoints": []})
 
     def _error(self, view: InstanceView | None) -> dict[str, Any] | None:
