@@ -242,6 +242,33 @@ async def test_a_table_that_cannot_be_opened_costs_the_link_no_room(start_worker
     await router.close()
 
 
+async def test_a_link_closed_during_its_greeting_fails_no_call_of_another(start_worker: Any, tmp_path: Path) -> None:
+    requests: list[Any] = []
+
+    def answer(request: Any) -> None:
+        if request.header.method == Method.HELLO and not requests:
+            request.reply(b"")
+        requests.append(request)  # the second greeting has no answer
+
+    worker = await start_worker(answer)
+    fleet = Fleet(tmp_path)
+    router = Router(LIMITS, meters=Mux(fleet).meters)
+    router.update(RoutingSnapshot((RouteEntry("a", "m", State.RUNNING, None, 32, (worker.endpoint,)),)))
+    first = asyncio.create_task(call(router))
+    await eventually(lambda: len(requests) == 2)
+
+    bulk = asyncio.create_task(call(router, flags=Flag.BULK))
+    await eventually(lambda: len(requests) == 3)
+    bulk.cancel()
+    await asyncio.wait({bulk})
+    requests[1].reply(b"answer")
+
+    assert await first == b"answer"
+    await router.close()
+    fleet.table.close()
+    fleet.registry.close()
+
+
 async def test_a_local_replica_is_preferred_while_it_is_free(route: Route, endpoint: WorkerEndpoint) -> None:
     here = replace(endpoint, node="head", incarnation="inc-1")
     router = route(endpoint, here)

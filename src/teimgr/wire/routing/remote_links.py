@@ -30,8 +30,12 @@ _HELLO_ID = 0  # calls count from 1
 
 
 class MeteredLink(WorkerLink):
-    """A connection whose calls are charged and counted at this end, from `charge_by` on."""
+    """A connection whose calls are charged and counted at this end, from `charge_by` on.
 
+    The worker is not lost when a `leaving` link closes: it has sent its last call, or none.
+    """
+
+    leaving = False
     _desk: EntryDesk | None = None
     _greeted: asyncio.Future[bool] | None = None
 
@@ -66,6 +70,12 @@ class MeteredLink(WorkerLink):
         else:
             super().frame_received(header, payload)
 
+    def link_lost(self, error: Exception | None) -> None:
+        if self.leaving:
+            self.end_calls()
+        else:
+            super().link_lost(error)
+
     def end_calls(self) -> None:
         if self._greeted is not None and not self._greeted.done():
             self._greeted.set_exception(ConnectionResetError("the worker closed the link"))
@@ -98,6 +108,7 @@ class MeteredReplica(Replica):
         try:
             link.charge_by(self._meters, self._model, is_heard=await link.is_heard())
         except BaseException:
+            link.leaving = True
             link.abort()
             raise
         self._count_connect()
@@ -105,15 +116,7 @@ class MeteredReplica(Replica):
 
 
 class RemoteLink(RemoteFrames, MeteredLink):
-    """A connection of a replica on another host. A `leaving` link closes after its last call, which is not a loss."""
-
-    leaving = False
-
-    def link_lost(self, error: Exception | None) -> None:
-        if self.leaving:
-            self.end_calls()
-        else:
-            super().link_lost(error)
+    """A connection of a replica on another host."""
 
 
 class RemoteReplica(Replica):
