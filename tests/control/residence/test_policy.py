@@ -502,6 +502,24 @@ def test_a_model_that_can_never_fit_is_refused_for_good() -> None:
     assert "120 MiB and 20 MiB are free" in room.refused[1].reason
 
 
+@pytest.mark.parametrize(
+    ("is_loaded", "reason"),
+    [
+        (True, "needs 120 MiB and 20 MiB are free; at most 100 MiB can be"),
+        (False, "needs 120 MiB and 100 MiB are free; no more can be: no other instance holds any"),
+    ],
+)
+def test_a_model_beyond_the_whole_budget_is_told_what_others_could_leave_to_it(is_loaded: bool, reason: str) -> None:
+    """It was told that no other instance held any beside one that may go, and of which no more was than of none."""
+    room = Room(budget=100, sizes=(80, 120))
+    if is_loaded:
+        room.resident("a")
+    room.ask(1, "b")
+    assert room.refused[1].why is Refusal.NO_ROOM
+    assert room.refused[1].reason.endswith(reason)
+    assert room.unloads == []
+
+
 def test_a_caller_is_not_told_which_models_hold_the_memory_and_the_log_is() -> None:
     room = Room(budget=100, sizes=(30, 50, 120))
     for name, size in {"secret-1": 30, "secret-2": 50}.items():

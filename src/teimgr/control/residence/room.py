@@ -144,13 +144,14 @@ def make_room(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
             yield _evict(fleet, victim, model, now)
         if not victims:
             yield from _try_again(fleet, model, now)
-    elif model.free_bytes + sum(each.bytes for each in movable) < model.needed_bytes:
+    elif (most := model.free_bytes + sum(each.bytes for each in movable)) < model.needed_bytes:
         staying = sorted([each for each in others if each not in movable], key=lambda each: each.bytes, reverse=True)
         count = f"{len(staying)} other instances, which stay" if len(staying) > 1 else "another instance, which stays"
         held = f"{mib(sum(each.bytes for each in staying))} are held by {count}"
+        why = f": {held}" if staying else "" if movable else ": no other instance holds any"
         reason = (
             f"'{model.name}' needs {mib(model.needed_bytes)} and {mib(model.free_bytes)} are free; "
-            f"no more can be: {held if staying else 'no other instance holds any'}"
+            f"{f'at most {mib(most)}' if movable else 'no more'} can be{why}"
         )
         yield Held(model.name, tuple(each.name for each in staying[:_HOLDERS_LOGGED]))
         yield from give_up(fleet, model, reason, now, Refusal.NO_ROOM)
