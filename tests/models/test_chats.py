@@ -119,7 +119,13 @@ def test_what_a_template_refuses_itself_is_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("max_length", 64), ("continue_final_message", True), ("truncation", False), ("restore_suffix", False)],
+    [
+        ("max_length", 64),
+        ("continue_final_message", True),
+        ("truncation", False),
+        ("restore_suffix", False),
+        ("sanitize_control_tokens", True),
+    ],
 )
 def test_arguments_of_the_call_among_those_of_the_template_are_refused(key: str, value: object, tmp_path: Path) -> None:
     path = build_yes_no_reranker(tmp_path, layout="saved")

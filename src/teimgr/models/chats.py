@@ -22,6 +22,7 @@ _OF_THE_CALL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False, None),
     "max_length": (None,),
     "restore_suffix": (True, None),  # the end stays where a text is cut, as here
+    "sanitize_control_tokens": (False, None),
     "tokenize": (True,),
     "truncation": (True, "longest_first"),
 }
