@@ -1,6 +1,6 @@
-"""HTTP to a daemon's REST port, and its files, with the standard library alone, for programs that start often.
+"""HTTP to a daemon's REST port, and its files, with only the standard library, for programs that start often.
 
-The methods are coroutines, as those of `HttpChannel`, that block and never wait for an event loop.
+The methods are coroutines, like those of `HttpChannel`, but block and never wait for an event loop.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _PIECE_BYTES, _JSON_BYTES = 2**18, 2**20
 
 
 def upload(channel: BlockingHttpChannel, path: Path, timeout_s: float) -> Any:
-    """Send a file for a batch; the file object of the reply. `timeout_s` bounds each step, not the whole.
+    """Send a file for a batch; return the file object of the reply. `timeout_s` bounds each step, not the whole.
 
     Raises InvalidConfig: the file cannot be read. TeimgrError: it is refused, or no daemon answers.
     """
@@ -145,7 +145,7 @@ def _form(path: Path, file: BinaryIO, size: int, head: bytes, end: bytes) -> Ite
 def download(channel: BlockingHttpChannel, file_id: str, target: Path, timeout_s: float) -> None:
     """Write the bytes of a stored file to `target`, which appears when they are complete.
 
-    Raises InvalidConfig: `target` cannot be written. TeimgrError: there is no such file, or no daemon answers.
+    Raises InvalidConfig: `target` cannot be written. TeimgrError: the file does not exist, or no daemon answers.
     """
     path, partial = f"{_PATH}/{quote(file_id, safe='')}/content", target.with_name(f"{target.name}.partial")
     with _disk(target, "written"):
@@ -171,7 +171,7 @@ def _json(reply: HTTPResponse) -> Any:
 
 @contextmanager
 def _disk(path: Path, what: str) -> Iterator[None]:
-    """Name the path in the errors of a disk, inside a reply too, where others are those of the connection."""
+    """Name the path in errors of the disk. Inside a reply too, where other errors are those of the connection."""
     try:
         yield
     except OSError as error:

@@ -34,7 +34,7 @@ def check_options(given: Mapping[str, object], kind: type) -> None:
 
 
 def checked_keys(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Keys of an instance, checked by their declaration and ready for JSON; None passes.
+    """Check keys of an instance by their declaration, and return them ready for JSON; None passes.
 
     Raises:
         ValidationError: A key is fixed; is not in `known`, and the message offers the nearest; or cannot have

@@ -33,7 +33,7 @@ _NOT_OPEN = "the client is not open: use it in a `with` block"
 
 
 class UnixTlsConnector(aiohttp.UnixConnector):
-    """Connections to a Unix socket, over TLS where a context is given; aiohttp's own connector has no TLS."""
+    """Connections to a Unix socket, over TLS if a context is given; aiohttp's own connector lacks TLS."""
 
     def __init__(self, path: str, context: ssl.SSLContext | None, server_name: str) -> None:
         super().__init__(path)
@@ -181,7 +181,8 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine; KeyboardInterrupt in the caller cancels it, and waits until it has ended.
+        """Run a coroutine and return its result; KeyboardInterrupt in the caller cancels it, and waits until it has
+        ended.
 
         Without the wait the coroutine would still run while its caller cleans up: an asynchronous generator cannot be
         closed then.
@@ -230,7 +231,7 @@ class LoopThread:
         raise Internal(_NOT_OPEN)
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread. Called once."""
+        """Cancel running coroutines, and end the thread. Called once."""
         with self._submitting:
             self._is_closed = True
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()

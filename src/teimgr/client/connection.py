@@ -1,8 +1,8 @@
-"""Which daemon a command speaks to, and as whom: flags, environment variables and named contexts, in one order.
+"""The daemon that a command uses, and its credentials: flags, environment variables and named contexts, in one order.
 
-Flags replace single values of what a context or the environment gives. With `--context NAME` the environment is not
-read; without it, `TEIMGR_URL` means that no context is read. Key and certificates belong to the address that they are
-given with, and are left out where a flag or variable replaces that address by another one.
+Flags replace single values of a context or the environment. With `--context NAME` the environment is not read; without
+it, `TEIMGR_URL` means that no context is read. Key and certificates belong to the address that they are given with, and
+are left out if a flag or variable replaces that address by another one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CREDENTIALS = ("api_key", "api_key_file", "ca", "cert", "key", "server_name")
 
 @dataclass(frozen=True, slots=True)
 class ConnectionValues:
-    """What flags, the environment and a context may each give; None is left to the next source."""
+    """Values that flags, the environment and a context may each give; None is left to the next source."""
 
     url: str | None = None
     grpc_url: str | None = None
@@ -45,9 +45,9 @@ class ConnectionValues:
     server_name: str | None = None
 
     def over(self, other: ConnectionValues) -> ConnectionValues:
-        """These values, those that are None from `other`; a key and a file of a key replace each other.
+        """Return these values, with None replaced from `other`; a key and a file of a key replace each other.
 
-        The credentials of `other` are left out where these values have another address than `other`.
+        The credentials of `other` are left out if these values have another address than `other`.
 
         Raises:
             InvalidConfig: an address is not valid.
@@ -81,7 +81,7 @@ VARIABLES = {item.name: f"TEIMGR_{item.name.upper()}" for item in fields(Connect
 class DaemonConnection:
     """A daemon's addresses and this caller's credentials.
 
-    `grpc_url` None: the daemon is asked for its gRPC port. `source` names where the address is from, for messages.
+    `grpc_url` None: the daemon is asked for its gRPC port. `source` names the source of the address, for messages.
     """
 
     url: str = API
@@ -98,7 +98,8 @@ class DaemonConnection:
         context: str | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> DaemonConnection:
-        """The connection by flags, then `context`, else the environment, else the current context, else the default.
+        """Find the connection by flags, then `context`, else the environment, else the current context, else the
+        default.
 
         Raises:
             InvalidConfig: an unknown context, a file that cannot be read, or an invalid address.
@@ -145,7 +146,7 @@ class DaemonConnection:
         return BlockingHttpChannel(ServerAddress.parse(self.url), self.tls, self.api_key)
 
     def client(self, timeout_s: float = 60.0, expect_fingerprint: str | None = None) -> Client:
-        """The client of REST and gRPC, not yet opened; imports numpy, pyarrow and grpc.
+        """Make the client of REST and gRPC, not yet opened; imports numpy, pyarrow and grpc.
 
         Raises:
             TeimgrError: the daemon was to be asked for its gRPC port, and did not answer.
@@ -162,10 +163,10 @@ class DaemonConnection:
         )
 
     def grpc(self) -> str:
-        """The gRPC address: the one given, else the REST host with the port that the daemon reports; at a Unix socket
-        of REST, the socket of gRPC where the daemon has one.
+        """Return the gRPC address: the given one, else the REST host with the port that the daemon reports; if REST is
+        at a Unix socket, the socket of gRPC if the daemon has one.
 
-        A key that may not read the settings gets the port above that of REST, the default port at a Unix socket.
+        A key that may not read the settings gets the port above that of REST; at a Unix socket, the default port.
 
         Raises:
             Unreachable: no daemon answers.
@@ -196,10 +197,10 @@ class Contexts:
 
     @classmethod
     def load(cls, environ: Mapping[str, str] = os.environ) -> Contexts:
-        """The contexts in `TEIMGR_CONTEXTS`, else in the user's configuration folder; none where no file is.
+        """Read the contexts in `TEIMGR_CONTEXTS`, else in the user's configuration folder; none if it lacks the file.
 
         Raises:
-            InvalidConfig: the file is no TOML, has an unknown key, or a value of another type.
+            InvalidConfig: the file is not TOML, has an unknown key, or a value of another type.
         """
         if CONTEXTS_FILE in environ:
             path = Path(environ[CONTEXTS_FILE])
@@ -217,7 +218,7 @@ class Contexts:
         return cls(path, table.get("current"), tables)
 
     def get(self, name: str) -> ConnectionValues:
-        """The values of a context.
+        """Return the values of a context.
 
         Raises:
             InvalidConfig: no context has this name.
@@ -230,7 +231,7 @@ class Contexts:
         return self.tables[name]
 
     def save(self) -> None:
-        """Write the file, readable by its owner alone.
+        """Write the file, readable only by its owner.
 
         Raises:
             InvalidConfig: it cannot be written.

@@ -1,7 +1,7 @@
 """Why a server cannot be reached: wrong port, no TLS or TLS needed, unknown authority, wrong name, client certificate.
 
-`reason_of` words the exception of a failed attempt. `diagnose` makes another attempt, which also finds what a
-closed connection does not tell.
+`reason_of` describes the exception of a failed attempt. `diagnose` makes another attempt, which also finds causes that
+a closed connection does not show.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKN
 
 
 class Cause(NamedTuple):
-    """What is wrong with a connection, why, and what to do."""
+    """The fault of a connection, its reason, and the remedy."""
 
     what: str
     why: str
@@ -36,7 +36,7 @@ class Cause(NamedTuple):
 
 
 def reason_of(error: BaseException) -> str:
-    """A failed attempt in words, without control characters."""
+    """Describe a failed attempt, without control characters."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate verify failed: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
@@ -50,7 +50,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def diagnose(address: ServerAddress, tls: Tls, *, grpc: bool = False) -> Cause | None:
-    """The cause of a failed connection, by another attempt of at most 3 s; None if it finds no fault.
+    """Find the cause of a failed connection by another attempt of at most 3 s; None if it finds no fault.
 
     `grpc`: the address was taken for that of gRPC, rather than REST.
     """
@@ -90,7 +90,7 @@ def _left(limit: float) -> float:
 
 
 def _of_plain(address: ServerAddress, sock: socket.socket, limit: float) -> Cause | bytes:
-    """The cause without TLS, or how the server's answer to a request begins."""
+    """Return the cause without TLS, or how the server's answer to a request begins."""
     begins = _answer(address, sock, limit)
     if begins.startswith(_TLS_ALERT) or (not begins and _speaks_tls(address, limit)):
         secure = ("https+" + address.url) if address.path else address.url.replace("http://", "https://", 1)
@@ -100,7 +100,7 @@ def _of_plain(address: ServerAddress, sock: socket.socket, limit: float) -> Caus
 
 
 def _of_tls(address: ServerAddress, tls: Tls, sock: socket.socket, limit: float) -> Cause | bytes:
-    """The cause with TLS, of the handshake or of what follows; or how the server's answer to a request begins."""
+    """Return the cause with TLS, in the handshake or after it; or how the server's answer to a request begins."""
     name = tls.server_name or address.host
     sock.settimeout(_left(limit))
     try:
@@ -126,7 +126,7 @@ def _of_tls(address: ServerAddress, tls: Tls, sock: socket.socket, limit: float)
 
 
 def _of_certificate(address: ServerAddress, tls: Tls, name: str, error: ssl.SSLCertVerificationError) -> Cause:
-    """The cause where this side does not accept the server's certificate."""
+    """Return the cause if this side does not accept the server's certificate."""
     if error.verify_code in (_OTHER_NAME, _OTHER_ADDRESS):
         return Cause(
             f"the certificate of {address.url} is for another name than {name!r}",
@@ -146,7 +146,7 @@ def _of_certificate(address: ServerAddress, tls: Tls, name: str, error: ssl.SSLC
 
 
 def _of_client(address: ServerAddress, tls: Tls, found: str) -> Cause:
-    """The cause where the server ends the connection after the handshake: it judges the client's certificate then."""
+    """Return the cause if the server ends the connection after the handshake: then it judges our certificate."""
     alert = f" ({found.replace('_', ' ').lower()})" if found else ""
     if tls.cert is None:
         why = f"the server ended the connection after the TLS handshake{alert}, and no certificate was given"
@@ -160,7 +160,8 @@ def _of_client(address: ServerAddress, tls: Tls, found: str) -> Cause:
 
 
 def _of_protocol(address: ServerAddress, begins: bytes, *, grpc: bool) -> Cause | None:
-    """The cause by how the server answers a request of HTTP/1.1; None if it speaks what was expected."""
+    """Return the cause by the server's answer to a request of HTTP/1.1; None if the server speaks the expected
+    protocol."""
     if begins.startswith(b"HTTP/1"):
         if not grpc:
             return None
@@ -185,7 +186,7 @@ def _of_protocol(address: ServerAddress, begins: bytes, *, grpc: bool) -> Cause 
 
 
 def _answer(address: ServerAddress, sock: socket.socket, limit: float) -> bytes:
-    """The first bytes that the server sends after a request; empty where it ends the connection."""
+    """Return the first bytes that the server sends after a request; empty if it ends the connection."""
     with suppress(ConnectionError, ssl.SSLError):
         sock.settimeout(_left(limit))
         sock.sendall(f"GET /livez HTTP/1.1\r\nHost: {address.authority}\r\nConnection: close\r\n\r\n".encode())
@@ -194,7 +195,7 @@ def _answer(address: ServerAddress, sock: socket.socket, limit: float) -> bytes:
 
 
 def _first_words(secured: ssl.SSLSocket) -> tuple[bytes, str | None]:
-    """What the server sends before any request; where it ends the connection, the reason, which may be empty."""
+    """Return the bytes that the server sends before any request; if it ends the connection, the reason, maybe empty."""
     secured.settimeout(_SILENCE_S)
     try:
         first = secured.recv(_HEAD_BYTES)
@@ -208,7 +209,7 @@ def _first_words(secured: ssl.SSLSocket) -> tuple[bytes, str | None]:
 
 
 def _speaks_tls(address: ServerAddress, limit: float) -> bool:
-    """True if a server takes a TLS handshake; who it is does not matter here."""
+    """True if a server accepts a TLS handshake; its identity does not matter here."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

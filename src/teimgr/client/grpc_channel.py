@@ -70,7 +70,7 @@ _NO_GRPC = "Received http2 header with status: 404"
 
 
 def error_from_status(code: grpc.StatusCode, details: str | None, trailing: Any) -> TeimgrError:
-    """The exception for a gRPC status; its message is the server's."""
+    """Return the exception for a gRPC status; its message is the server's."""
     message = details or code.name
     fields = dict(trailing or ())
     if (name := fields.get(CODE_KEY, "")) in Code.__members__:
@@ -171,13 +171,13 @@ class GrpcChannel:
         return Unreachable(self._address.url, f"through the proxy {self._proxy}: {reason}" if self._proxy else reason)
 
     def _failure(self, code: grpc.StatusCode, details: str | None, trailing: Any) -> TeimgrError:
-        """The exception for a status; names the proxy if the call may have failed because of it."""
+        """Return the exception for a status; names the proxy if the call may have failed because of it."""
         if self._proxy is not None and code in _OF_CONNECTIONS:
             details = f"{details or code.name} (through the proxy {self._proxy})"
         return error_from_status(code, details, trailing)
 
     async def unary(self, method: str, request: bytes, timeout_s: float, metadata: Metadata = ()) -> bytes:
-        """The reply to one request; `method` is a method of the multiplexer service, or a full path.
+        """Send one request and return the reply; `method` is a method of the multiplexer service, or a full path.
 
         At most `MAX_CALLS` are sent and not answered; others wait for their turn, within `timeout_s`.
 
@@ -211,10 +211,10 @@ class GrpcChannel:
     async def stream(
         self, method: str, requests: AsyncIterator[bytes], *, window: int, idle_s: float, metadata: Metadata = ()
     ) -> AsyncIterator[bytes]:
-        """One reply per request, in order, with at most `window` requests sent and not answered.
+        """Yield one reply per request, in order, with at most `window` requests sent and not answered.
 
-        The call begins with the first request: without any, nothing is sent and nothing comes back. When `requests`
-        itself fails, what was sent is still answered and then that failure is raised.
+        The call begins with the first request: without any, nothing is sent and nothing comes back. If `requests`
+        itself fails, requests sent before are still answered and then that failure is raised.
 
         Raises:
             Cancelled: the client was closed.
@@ -237,9 +237,9 @@ class GrpcChannel:
     async def collect(
         self, method: str, requests: AsyncIterator[bytes], *, idle_s: float, metadata: Metadata = ()
     ) -> bytes:
-        """The one reply to a stream of requests, sent no faster than the server takes them.
+        """Return the one reply to a stream of requests, sent no faster than the server takes them.
 
-        The call begins with the first request. When `requests` itself fails the call is cancelled.
+        The call begins with the first request. If `requests` itself fails, the call is cancelled.
 
         Raises:
             Cancelled: the client was closed.
@@ -282,7 +282,7 @@ def _no_reply(where: str, idle_s: float) -> FinalStatus:
 
 
 def _raise_if_closed() -> None:
-    """Raise Cancelled where a call was cancelled because its channel was closed, and not with its task."""
+    """Raise Cancelled if a call was cancelled because its channel was closed, and not with its task."""
     task = asyncio.current_task()
     if task is None or not task.cancelling():
         raise Cancelled("the client was closed during the call") from None
@@ -320,7 +320,7 @@ class CallStatus:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that does not wait."""
+    """Return the result of a coroutine that does not wait."""
     try:
         coroutine.send(None)
     except StopIteration as finished:
@@ -358,12 +358,12 @@ class BidiStream:
         self._sending = asyncio.create_task(self._send(first))
 
     async def reply(self, idle_s: float) -> bytes | None:
-        """The next reply, None after the last.
+        """Return the next reply, None after the last.
 
         Raises:
             DeadlineExceeded: a reply is owed and did not come for `idle_s`.
             TeimgrError: the error of the final status.
-            Exception: what `requests` raised, after everything sent before was answered.
+            Exception: the failure of `requests`, after everything sent before was answered.
         """
         self._reading = asyncio.ensure_future(self._call.read())
         while not (await asyncio.wait((self._reading,), timeout=idle_s - self._waited_s()))[0]:
@@ -384,14 +384,14 @@ class BidiStream:
         return bytes(received)
 
     async def end(self) -> None:
-        """Cancel what is unfinished; returns when both directions have ended."""
+        """Cancel unfinished work; returns when both directions have ended."""
         self._sending.cancel()
         self._call.cancel()
         running = [self._sending] if self._reading is None else [self._sending, self._reading]
         await asyncio.gather(*running, return_exceptions=True)
 
     def _waited_s(self) -> float:
-        """Seconds without a reply while one is owed."""
+        """Return the seconds without a reply while one is owed."""
         return time.monotonic() - self._waiting_since if self._owed else 0.0
 
     async def _finish(self) -> None:

@@ -39,7 +39,8 @@ class Reply(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One request; `timeout_s` bounds it with its reply. `path` is percent-encoded; pieces have a type in `headers`."""
+    """One request; `timeout_s` bounds it with its reply. `path` is percent-encoded; if the body is pieces, `headers`
+    has their type."""
 
     method: str
     path: str
@@ -50,7 +51,7 @@ class Request(NamedTuple):
 
 
 class ReplyHead(NamedTuple):
-    """The head of an HTTP reply, with the pieces of its body as they come."""
+    """The head of an HTTP reply, with the pieces of its body as they arrive."""
 
     status: int
     headers: Mapping[str, str]
@@ -78,7 +79,7 @@ class RestChannel(ABC):
         query: Query | None = None,
         timeout_s: float | None,
     ) -> Any:
-        """The parsed JSON of the reply, None for an empty one. `path` is already percent-encoded.
+        """Return the parsed JSON of the reply, None for an empty one. `path` is already percent-encoded.
 
         Raises:
             InvalidConfig: a certificate file cannot be used.
@@ -90,10 +91,10 @@ class RestChannel(ABC):
         return json_of(path, await self._exchange(method, path, body, query, timeout_s))
 
     async def text(self, path: str, *, timeout_s: float) -> str:
-        """The text of the reply to a GET.
+        """Return the text of the reply to a GET.
 
         Raises:
-            TeimgrError: as `call`.
+            TeimgrError: see `call`.
         """
         reply = await self._exchange("GET", path, None, None, timeout_s)
         if reply.status >= 400:
@@ -120,7 +121,7 @@ class RestChannel(ABC):
         query: Query | None = None,
         last_event_id: str | None = None,
     ) -> AsyncGenerator[ServerSentEvent]:
-        """The server-sent events of a reply until the server ends it; comments (keep-alives) are skipped.
+        """Yield the server-sent events of a reply until the server ends it; comments (keep-alives) are skipped.
 
         Raises:
             ValidationError: `body` cannot be encoded as JSON.
@@ -145,7 +146,7 @@ class RestChannel(ABC):
     async def _exchange(
         self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
     ) -> Reply:
-        """The reply, whatever its status is."""
+        """Return the reply, whatever its status is."""
         async with self._reply(Request(method, path, body, query, {}, timeout_s)) as head:
             return await _whole(path, head)
 
@@ -192,10 +193,10 @@ class EventParser:
 
 
 def json_of(path: str, reply: Reply) -> Any:
-    """The parsed JSON of a reply, None for an empty one.
+    """Return the parsed JSON of a reply, None for an empty one.
 
     Raises:
-        TeimgrError: the daemon's error reply; `Internal` where a good reply is no JSON.
+        TeimgrError: the daemon's error reply; `Internal` if a successful reply is not JSON.
     """
     if reply.status >= 400:
         raise error_from_reply(*reply)
@@ -222,7 +223,7 @@ _OF_STATUS = {404: Code.INSTANCE_NOT_FOUND, 412: Code.SPACE_DIFFERS}  # TEI's ty
 
 
 def error_from_reply(status: int, body: bytes, headers: Mapping[str, str]) -> TeimgrError:
-    """The exception for an HTTP error reply, in our shape or TEI's; another body becomes its text.
+    """Return the exception for an HTTP error reply, in our shape or TEI's; another body becomes its text.
 
     A header may name the code, which is finer than TEI's types, and another the time to wait.
     """

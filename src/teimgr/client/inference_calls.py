@@ -125,9 +125,9 @@ _TAKE_S = 0.002
 
 
 async def items(source: Iterable[T] | AsyncIterable[T], at_once: int = _ITEMS) -> AsyncIterator[T]:
-    """The items of `source` in order; a plain iterable is advanced on a thread, so it may block.
+    """Yield the items of `source` in order; a plain iterable is advanced on a thread, so it may block.
 
-    At most `at_once` items are read ahead: 1 for those that are large.
+    At most `at_once` items are read ahead: 1 for large ones.
     """
     if isinstance(source, AsyncIterable):
         async for item in source:
@@ -162,7 +162,7 @@ def _take(iterator: Iterator[T], at_once: int) -> tuple[list[T], Exception | Non
 async def requests_of(
     name: str, source: Iterable[T] | AsyncIterable[T], request: Callable[[str, T], bytes], at_once: int = _ITEMS
 ) -> AsyncIterator[bytes]:
-    """A request for each of `items`, made from its name for messages (`texts[3]`) and the item."""
+    """Yield a request for each of `items`, made from its name for messages (`texts[3]`) and the item."""
     number = 0
     async for item in items(source, at_once):
         yield request(f"{name}[{number}]", item)

@@ -89,7 +89,7 @@ _DIRECTIONS = (tei_pb2.TRUNCATION_DIRECTION_RIGHT, tei_pb2.TRUNCATION_DIRECTION_
 
 
 def target(options: Routing) -> mux_pb2.Target:
-    """The routing of a call.
+    """Return the routing of a call.
 
     Raises:
         ValidationError: not exactly one of `instance` and `model` is given.
@@ -101,7 +101,7 @@ def target(options: Routing) -> mux_pb2.Target:
 
 
 def lane_metadata(options: Routing) -> tuple[tuple[str, str], ...]:
-    """The metadata by which a caller chooses the lane.
+    """Return the metadata by which a caller chooses the lane.
 
     Raises:
         ValidationError: `lane` is not a lane.
@@ -115,7 +115,7 @@ def lane_metadata(options: Routing) -> tuple[tuple[str, str], ...]:
 
 
 def truncation(options: TextOptions | ScoreOptions) -> dict[str, Any]:
-    """The fields `truncate` and `truncation_direction`, which most requests have."""
+    """Return the fields `truncate` and `truncation_direction`, which most requests have."""
     direction = _DIRECTIONS[bool(options.get("truncation_left"))]
     return {"truncate": options.get("truncate", True), "truncation_direction": direction}
 
@@ -186,7 +186,7 @@ def _reply_compression(options: ArrowOptions | TableOptions) -> mux_pb2.ArrowCom
 
 
 def _enum_name(name: str, prefix: str, word: str | None, enum: EnumTypeWrapper) -> str:
-    """The enum's value name for a word; the unspecified value for None."""
+    """Return the enum's value name for a word; the unspecified value for None."""
     unspecified, *names = (key for key, _ in enum.items())
     if word is None:
         return unspecified
@@ -200,7 +200,7 @@ _EMBEDDINGS_TAG = b"\x0a"  # field 1 of tei.v1.EmbedResponse, length-delimited: 
 
 
 def vector(reply: bytes) -> Vectors:
-    """The vector of a `tei.v1.EmbedResponse`, float32 [dim], read-only, without a copy where it leads the message."""
+    """Return the vector of a `tei.v1.EmbedResponse`, float32 [dim], read-only; not copied if it begins the message."""
     if reply[:1] != _EMBEDDINGS_TAG:
         return np.array(tei_pb2.EmbedResponse.FromString(reply).embeddings, np.float32)
     size = shift = 0  # a varint
@@ -225,7 +225,7 @@ _STRINGS = (pa.utf8(), pa.large_utf8(), pa.string_view())
 
 
 def slices(texts: Texts, batch_rows: int) -> Iterator[Texts]:
-    """`texts` in slices of `batch_rows`, the last one shorter; no texts give one empty slice.
+    """Yield `texts` in slices of `batch_rows`, the last one shorter; no texts give one empty slice.
 
     Raises:
         ValidationError: `texts` is not a sequence, or `batch_rows` is below 1.
@@ -269,12 +269,12 @@ def pack_table(table: pa.Table, compression: Compression | None) -> bytes:
 
 
 def unpack_vectors(reply: bytes) -> Embedded:
-    """All rows of an `EmbedArrowResponse`; float16 becomes float32. Of float32 without nulls nothing is copied.
+    """Return all rows of an `EmbedArrowResponse`; float16 becomes float32. float32 without nulls is not copied.
 
     The vectors are the column `embeddings`, else the first; the column `error` may be missing.
 
     Raises:
-        Internal: the bytes are no such reply.
+        Internal: the bytes are not such a reply.
     """
     try:
         # Parsed as a message, the reply would be copied twice.
@@ -288,7 +288,7 @@ def unpack_vectors(reply: bytes) -> Embedded:
 
 
 def space_of(schema: Any) -> tuple[str, str]:
-    """Space and precision in a schema's metadata, empty where it has none."""
+    """Return space and precision in a schema's metadata, empty if it has none."""
     metadata = schema.metadata or {}
     return metadata.get(SPACE_KEY.encode(), b"").decode(), metadata.get(PRECISION_KEY.encode(), b"").decode()
 
@@ -307,7 +307,7 @@ class Gathered:
 
         Raises:
             Internal: its vectors have another width than those before.
-            SpaceDiffers: they are of another space, as where an instance is updated meanwhile.
+            SpaceDiffers: they are of another space, for instance because the instance is updated meanwhile.
         """
         self._space = self._space or (part.space, part.precision)
         if part.space != self._space[0]:
@@ -325,7 +325,7 @@ class Gathered:
         self._errors.update({first_row + row: reason for row, reason in part.errors.items()})
 
     def result(self) -> Embedded:
-        """The whole answer, in the order of the rows, once all parts were added."""
+        """Return the whole answer, in the order of the rows, once all parts were added."""
         assert self._vectors is not None
         return Embedded(self._vectors, dict(sorted(self._errors.items())), *(self._space or ()))
 
@@ -348,7 +348,7 @@ def _column(texts: Texts, name: str, first_row: int) -> Any:
 
 
 def _matrix(column: Any) -> Vectors:
-    """One FixedSizeList array as float32 [n, dim]; null rows are NaN."""
+    """Return one FixedSizeList array as float32 [n, dim]; null rows are NaN."""
     dim = column.type.list_size
     # `values` ignores the array's own offset, `flatten` would drop the null rows.
     values = column.values.slice(column.offset * dim, len(column) * dim).to_numpy(zero_copy_only=False)
@@ -361,7 +361,7 @@ def _matrix(column: Any) -> Vectors:
 
 
 def _failures(column: Any, table: Any) -> dict[int, str]:
-    """Row → reason of the rows without a vector."""
+    """Return row → reason of the rows without a vector."""
     explained = table.column("error") if "error" in table.column_names else pa.nulls(table.num_rows)
     if not column.null_count and explained.null_count == table.num_rows:
         return {}  # as nearly always, and without a Python object for each row

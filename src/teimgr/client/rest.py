@@ -233,7 +233,7 @@ def _present(**parameters: int | str | None) -> dict[str, int | str]:
 
 
 def given_flags(**flags: bool) -> dict[str, int | str]:
-    """The query parameters of the flags that are set."""
+    """Return the query parameters of the flags that are set."""
     return {name: "true" for name, given in flags.items() if given}
 
 
@@ -242,7 +242,7 @@ def _log_path(name: str | None) -> str:
 
 
 def _path(name: str, verb: str = "") -> str:
-    """The route of an instance; names are checked, since `..` would lead to another route."""
+    """Return the route of an instance; names are checked, since `..` would lead to another route."""
     check_text("name", name)
     return f"/instances/{check_name(name)}" + (f"/{verb}" if verb else "")
 

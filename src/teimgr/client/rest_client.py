@@ -26,7 +26,7 @@ class _Calls(InstanceCalls, ModelCalls, FleetCalls):
 
 
 def _finished(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that blocks and never suspends."""
+    """Return the result of a coroutine that blocks and never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as finished:
@@ -86,7 +86,7 @@ class RestClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to close."""
+        """Do nothing: nothing is open."""
 
     create = _blocking(_Calls.create)
     update = _blocking(_Calls.update)

@@ -180,7 +180,7 @@ class TableCalls(RpcCalls):
 
 
 def _sent(table: Table, options: TableOptions, name: str) -> pa.Table:
-    """The columns that the server needs."""
+    """Return the columns that the server needs."""
     if isinstance(table, pa.RecordBatch):
         table = pa.Table.from_batches([table])
     if not isinstance(table, pa.Table):

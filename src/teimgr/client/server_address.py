@@ -58,7 +58,7 @@ class Tls:
             raise InvalidConfig("a client certificate and its key must be given together")
 
     def grpc_credentials(self) -> grpc.ChannelCredentials:
-        """For a gRPC channel.
+        """Make the credentials of a gRPC channel.
 
         Raises:
             InvalidConfig: a file cannot be read.
@@ -68,10 +68,10 @@ class Tls:
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
 
     def ssl_context(self) -> ssl.SSLContext:
-        """For an HTTP client.
+        """Make the context of an HTTP client.
 
         Raises:
-            InvalidConfig: a file cannot be read, or is no PEM of its kind.
+            InvalidConfig: a file cannot be read, or is not PEM of its kind.
         """
         import ssl
 

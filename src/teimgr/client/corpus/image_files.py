@@ -34,12 +34,12 @@ def is_file_to_embed(path: Path) -> bool:
 
 
 class FolderSource(TextSource):
-    """The images, or the sounds, of a folder and of those in it, in the order of their paths, which are the column
+    """The images, or the sounds, of a folder and its subfolders, in the order of their paths, which are the column
     `path` of the output.
 
-    Each page of a PDF document is an image, which has its number in the column `page`; without documents there is no
-    such column. Hidden files and those of other suffixes are left out. The paths are held in memory, the files some at
-    a time. A path of a file gives the rows of that file.
+    Each page of a PDF document is an image, with its number in the column `page`; without documents that column is left
+    out. Hidden files and files with other suffixes are left out. All paths are held in memory, but only some files at a
+    time. A path of a file gives the rows of that file.
     """
 
     has_files = True
@@ -47,7 +47,7 @@ class FolderSource(TextSource):
     def __init__(
         self, path: Path, text_column: str | None, keep: Sequence[str] | None, kind: FileKind = "image"
     ) -> None:
-        """Raises InvalidConfig: there is no such file, or a column is asked for that files do not have."""
+        """Raise InvalidConfig if the file does not exist, or a column is asked for that files lack."""
         if not path.exists():
             raise InvalidConfig(f"{path}: no such file or folder")
         self._folder, self._names = (
@@ -71,7 +71,7 @@ class FolderSource(TextSource):
         self._begun = 0
 
     def identity(self) -> dict[str, Any]:
-        """By the names, sizes and times of all files."""
+        """Identify the source by the names, sizes and times of all files."""
         digest = hashlib.sha256()
         for name in self._names:
             try:
@@ -152,7 +152,7 @@ def _is_document(name: str) -> bool:
 
 
 def _count(path: Path) -> int:
-    """The rows of a document: one for each page, or one with the reason why it cannot be read."""
+    """Return the number of rows of a document: one for each page, or one with the reason why it cannot be read."""
     try:
         return pdf_pages.page_count(path) if path.is_file() else 1
     except (InvalidInput, OSError):
@@ -160,7 +160,7 @@ def _count(path: Path) -> int:
 
 
 def _pages(path: Path, name: str, first: int) -> Iterator[_Row]:
-    """The pages of a document from number `first` on; one that cannot be read is a row without a page."""
+    """Return the pages of a document from number `first` on; a page that cannot be read is a row without a file."""
     at = first
     try:
         if not path.is_file():  # a pipe would never end
@@ -181,7 +181,7 @@ def _reason(error: InvalidInput) -> str:
 
 
 def _read(path: Path) -> tuple[bytes | None, str | None]:
-    """The bytes of a file, or why it has none."""
+    """Return the bytes of a file, or the reason why they are missing."""
     try:
         if not path.is_file():  # a pipe would never end
             return None, "no file"

@@ -38,7 +38,7 @@ _RETRY_MAX_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far it is: `rows` of `total`, where that is known, and the `share` of the file that was read otherwise.
+    """The progress of a run: `rows` of `total`, if that is known, and otherwise the `share` of the file that was read.
 
     `waiting` is the reason of a pause before another attempt.
     """
@@ -52,9 +52,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedFile:
-    """What came of it. `resumed_at`: rows that an earlier run had done. `failures` is None if no row failed.
-    `fingerprint` is the space and the precision of the vectors.
-    """
+    """The result of a run. `resumed_at`: rows that an earlier run had done. `failures` is None if no row failed.
+    `fingerprint` is the space and the precision of the vectors."""
 
     output: Path
     rows: int
@@ -130,7 +129,7 @@ def embed_file(
 
 
 class _Form(NamedTuple):
-    """What goes in and what comes out: the column of files, None of texts; a vector for each token, or one."""
+    """The form of input and output: the column of files, None for texts; a vector for each token, or one."""
 
     files: FileKind | None
     per_token: bool
@@ -138,7 +137,7 @@ class _Form(NamedTuple):
 
     @property
     def needs_tables(self) -> bool:
-        """True if `EmbedArrow`, of texts and images, cannot be asked."""
+        """True if `EmbedArrow`, of texts and images, cannot be used."""
         return self.per_token or self.files == "audio"
 
 
@@ -161,7 +160,7 @@ def _check_suffix(output: Path, per_token: bool) -> None:
 def _opened(
     source: Path, text_column: str | None, keep: Sequence[str] | None, files_of_model: Callable[[], FileKind]
 ) -> tuple[TextSource, FileKind | None]:
-    """The rows of a file or folder, and what kind of files they have, None of texts."""
+    """Open the rows of a file or folder; also return the kind of their files, None for texts."""
     if source.is_dir() or is_file_to_embed(source):
         files = files_of_model()
         return FolderSource(source, text_column, keep, files), files
@@ -172,7 +171,7 @@ def _opened(
 
 
 def _files_of(client: Client, options: dict[str, Any], retry_s: float) -> FileKind:
-    """The files that the model of a call embeds; waits for a model that loads."""
+    """Return the kind of files that the model of a call embeds; waits for a model that loads."""
     routing: Any = {name: options[name] for name in ("instance", "model") if options.get(name) is not None}
     end = time.monotonic() + retry_s
     while True:
@@ -185,7 +184,7 @@ def _files_of(client: Client, options: dict[str, Any], retry_s: float) -> FileKi
 
 
 def _identity(source: TextSource, form: _Form, options: dict[str, Any]) -> dict[str, Any]:
-    """What makes two runs the same job."""
+    """Return the facts by which two runs are the same job."""
     return {
         **source.identity(),
         **{"text_column": source.text_column, "keep": list(source.keep), "float16": form.float16},
@@ -195,7 +194,7 @@ def _identity(source: TextSource, form: _Form, options: dict[str, Any]) -> dict[
 
 
 class _Work:
-    """One run: sends batches, writes answers in order, commits now and then, begins a broken stream again."""
+    """One run: sends batches, writes answers in order, commits at intervals, and restarts a broken stream."""
 
     def __init__(
         self,
@@ -259,7 +258,7 @@ class _Work:
             self._report()
 
     def _answers(self, sent: deque[pa.RecordBatch]) -> Iterator[_Answer]:
-        """The vectors of each batch, while the next ones are sent."""
+        """Yield the vectors of each batch, while the next ones are sent."""
         if not self._form.needs_tables:
             for found in self._client.embed_arrow_stream(self._texts(sent), **self._options):
                 yield self._answer_of(found)
@@ -282,14 +281,14 @@ class _Work:
         return _Answer(vectors, found.errors, found.space, found.precision)
 
     def _adapt(self, reply_s: float) -> None:
-        """More rows in a message after a quick reply, fewer after a slow one."""
+        """Send more rows in a message after a quick reply, fewer after a slow one."""
         if reply_s < _QUICK_REPLY_S:
             self._rows_now = min(self._rows_now * 2, self._batch_rows)
         elif reply_s > _SLOW_REPLY_S:
             self._rows_now = max(self._rows_now // 2, 1)
 
     def _texts(self, sent: deque[pa.RecordBatch]) -> Iterator[Any]:
-        """The texts of the batches, each put in `sent` beside those that wait for their answer."""
+        """Yield the texts of the batches; each is put in `sent` with those that wait for their answer."""
         try:
             for batch in self._source.batches(self._partial.rows, self._batch_rows):
                 for piece in _bounded(batch, lambda: self._rows_now):
@@ -313,7 +312,7 @@ class _Work:
         self._partial.append(whole, failures)
 
     def _named(self, batch: pa.RecordBatch, row: int) -> dict[str, Any]:
-        """The text of a row, or its path and page, by column; empty if the row is a file."""
+        """Return the text of a row, or its path and page, by column; empty if the row is a file."""
         return {label: batch.column(batch.schema.names.index(label))[row].as_py() for label in self._source.labels}
 
     def _report(self, waiting: str | None = None) -> None:
@@ -323,7 +322,8 @@ class _Work:
 
 
 def _bounded(batch: pa.RecordBatch, most_rows: Callable[[], int]) -> Iterator[pa.RecordBatch]:
-    """The batch in pieces of bounded rows and bytes; a text beyond the limit of one message is a row that fails."""
+    """Split the batch into pieces of bounded rows and bytes; a text beyond the limit of one message is a row that
+    fails."""
     lengths = pc.fill_null(pc.binary_length(batch.column(0)), 0).to_numpy(zero_copy_only=False)
     if lengths.max(initial=0) > MAX_FILE_BYTES:
         over = lengths > MAX_FILE_BYTES

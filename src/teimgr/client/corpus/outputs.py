@@ -27,9 +27,10 @@ _GROUP_ROWS, _GROUP_BYTES = 16_384, 128 << 20
 
 
 def write_output(path: Path, batches: Iterable[pa.RecordBatch], rows: int, fingerprint: str = "") -> None:
-    """Write all batches to `path` by its suffix, atomically; `rows` is their sum. Memory is that of some batches.
+    """Write all batches to `path` by its suffix, atomically; `rows` is their sum. Only some batches are in memory at a
+    time.
 
-    NumPy takes the vectors alone, [rows, dim], NaN where a row failed, so their fingerprint goes into a file beside.
+    NumPy takes only the vectors, [rows, dim], NaN if a row failed, so their fingerprint goes into a separate file.
 
     Raises:
         InvalidConfig: the disk refused; the file at `path` is unchanged.
@@ -95,7 +96,7 @@ _WRITERS = {".parquet": _parquet, ".arrow": _arrow, ".npy": _numpy}
 
 
 def _matrix(batch: pa.RecordBatch) -> Any:
-    """The vectors of a batch, [n, dim]; null rows are NaN."""
+    """Return the vectors of a batch, [n, dim]; null rows are NaN."""
     column = batch.column(VECTOR)
     dim = column.type.list_size
     values = column.values.slice(column.offset * dim, len(column) * dim).to_numpy(zero_copy_only=False)
@@ -114,7 +115,7 @@ _VERSION = 1
 
 
 class _Done(NamedTuple):
-    """Whole batches and where they end: rows, those of them without a vector, bytes of the data and of the failures."""
+    """Whole batches and their ends: rows, rows without a vector, bytes of the data and of the failures."""
 
     rows: int = 0
     failed: int = 0
@@ -125,11 +126,12 @@ class _Done(NamedTuple):
 class PartialOutput:
     """Append batches and failures, and `commit`. One process at a time; used as `with`.
 
-    What is done is one record, replaced when a batch and its failures are written. A commit writes that record, so an
-    interruption or a full disk at any point leaves a journal that fits the files: bytes after its ends are cut off.
+    The completed work is one record, replaced when a batch and its failures are written. A commit writes that record,
+    so an interruption or a full disk at any point leaves a journal that fits the files: bytes after its ends are cut
+    off.
 
-    Attributes:
-        fingerprint: The space and the precision of the vectors, empty before the first and where no server tells it.
+    Attributes: fingerprint: The space and the precision of the vectors, empty before the first and if the server does
+    not report it.
     """
 
     def __init__(self, output: Path, failures: Path, job: Mapping[str, Any]) -> None:
@@ -147,12 +149,12 @@ class PartialOutput:
 
     @property
     def rows(self) -> int:
-        """Complete rows, failed ones included."""
+        """Complete rows, including failed ones."""
         return self._done.rows
 
     @property
     def failed(self) -> int:
-        """Those of them without a vector."""
+        """Complete rows without a vector."""
         return self._done.failed
 
     @property
@@ -164,7 +166,7 @@ class PartialOutput:
         return int(kind.list_size if pa.types.is_fixed_size_list(kind) else kind.value_type.list_size)
 
     def __enter__(self) -> Self:
-        """Lock the files, and go on after the last commit.
+        """Lock the files, and continue after the last commit.
 
         Raises:
             Refused: another process writes this output, or an unfinished one of another job is there.
@@ -193,10 +195,10 @@ class PartialOutput:
                 self.remove()
 
     def append(self, batch: pa.RecordBatch, failures: Iterable[Mapping[str, Any]]) -> None:
-        """Add complete rows and, of those without a vector, what the file of failures shall have.
+        """Add complete rows and, for rows without a vector, their entries in the file of failures.
 
         Raises:
-            InvalidConfig: the columns are not those of the rows before, or the disk refused; what was done stays.
+            InvalidConfig: the columns differ from those of earlier rows, or the disk refused; completed work stays.
         """
         if self._done.data_bytes and self._schema is not None and batch.schema != self._schema:
             of_rows, to_add = (
@@ -228,10 +230,10 @@ class PartialOutput:
             )
 
     def commit(self) -> None:
-        """Make what was appended survive a kill and a power failure.
+        """Make the appended rows survive a kill and a power failure.
 
         Raises:
-            InvalidConfig: the disk refused; the commit before this one stands.
+            InvalidConfig: the disk refused; the previous commit stands.
         """
         done = self._done
         if not done.rows:
@@ -247,7 +249,7 @@ class PartialOutput:
             write_atomically(self.journal_path, json.dumps(journal, indent=1).encode(), durable=True)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """All batches, one at a time.
+        """Yield all batches, one at a time.
 
         Raises:
             InvalidConfig: they are not the rows that were appended.
@@ -315,7 +317,7 @@ def _disk(path: Path) -> Iterator[None]:
 
 
 def _opened_at(path: Path, size: int) -> FileIO:
-    """The file, cut to `size` bytes.
+    """Open the file, cut to `size` bytes.
 
     Raises:
         InvalidConfig: it has fewer, or cannot be written.
@@ -342,6 +344,6 @@ def _write_at(file: FileIO, offset: int, *parts: Any) -> int:
 
 
 def discard(output: Path, failures: Path) -> None:
-    """Delete what an unfinished run left."""
+    """Delete the files of an unfinished run."""
     for path in (output.with_name(f"{output.name}.journal"), output.with_name(f"{output.name}.partial"), failures):
         path.unlink(missing_ok=True)

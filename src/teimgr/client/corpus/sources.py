@@ -61,23 +61,23 @@ class TextSource(ABC):
 
     @abstractmethod
     def batches(self, first_row: int, size: int) -> Iterator[pa.RecordBatch]:
-        """Batches of at most `size` rows from `first_row` on: columns `text`, `fault`, and those of `kept`.
+        """Yield batches of at most `size` rows from `first_row` on: columns `text`, `fault`, and those of `kept`.
 
         Raises:
             InvalidConfig: the file cannot be read; the message has the place.
         """
 
     def position(self) -> float | None:
-        """The share of the file that was read, from 0 to 1, of CSV; None of other formats."""
+        """Return the share of a CSV file that was read, from 0 to 1; None for other formats."""
         return None
 
     def identity(self) -> dict[str, Any]:
-        """What tells whether it is the same file as before."""
+        """Return the facts that identify the file in a later run."""
         status = self.path.stat()
         return {"source": str(self.path.absolute()), "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
 
     def _chosen(self, schema: pa.Schema) -> pa.Schema:
-        """The kept columns of a schema, after a look for the text column.
+        """Return the kept columns of a schema, after checking the text column.
 
         Raises:
             InvalidConfig: a column is missing or ambiguous, or the text column holds neither strings nor files.
@@ -117,7 +117,7 @@ def _value_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _without_dictionaries(field: pa.Field) -> pa.Field:
-    """The field with values in place of dictionaries, of which each batch may have another one."""
+    """Return the field with values in place of dictionaries, which may differ from batch to batch."""
     kind = field.type
     if pa.types.is_dictionary(kind):
         return field.with_type(_value_type(kind))
@@ -172,7 +172,7 @@ def _default_column(kind: Any, path: Path) -> str:
 
 
 def _files_of(column: Any) -> tuple[Any, Any]:
-    """The bytes of a column of files, and why rows have none: a path in it is not opened."""
+    """Return the bytes of a column of files, and why rows have none: a path in it is not opened."""
     if not pa.types.is_struct(column.type):
         return column, None
     files = pc.struct_field(column, "bytes")
@@ -184,7 +184,7 @@ def _files_of(column: Any) -> tuple[Any, Any]:
 
 
 class ParquetSource(TextSource):
-    """Parquet; rows that are done are skipped by row groups."""
+    """Parquet; completed rows are skipped by row groups."""
 
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
         super().__init__(path, text_column, keep)
@@ -281,7 +281,7 @@ class CsvSource(TextSource):
         self._bytes = 0
 
     def identity(self) -> dict[str, Any]:
-        """Also that blank lines are skipped: they counted as rows in runs of earlier versions."""
+        """Add that blank lines are skipped: they counted as rows in runs of earlier versions."""
         return super().identity() | {"blank_lines": "skipped"}
 
     @staticmethod
@@ -311,7 +311,7 @@ class CsvSource(TextSource):
 
 
 def _csv_rows(path: Path, file: TextIO) -> Iterator[list[str]]:
-    """The rows of a CSV file.
+    """Yield the rows of a CSV file.
 
     Raises:
         InvalidConfig: it cannot be parsed, or is not UTF-8; the message has the last line that was whole.
@@ -338,7 +338,7 @@ def _ragged(found: int, wanted: int) -> str:
 
 
 class LineSource(TextSource):
-    """A text file: every line is a text. A line without anything but white space is a row that fails."""
+    """A text file: every line is a text. A line of only white space is a row that fails."""
 
     def __init__(self, path: Path, text_column: str, keep: Sequence[str]) -> None:
         super().__init__(path, text_column, keep)
@@ -405,7 +405,7 @@ _KINDS: dict[str, Any] = {
 
 
 def _line_count(path: Path) -> int:
-    """Lines of a file, the last one without an end included. A gigabyte takes about a second."""
+    """Count the lines of a file, including a last one without an end. A gigabyte takes about a second."""
     count, last = 0, b"\n"
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_READ_BYTES):
@@ -415,7 +415,8 @@ def _line_count(path: Path) -> int:
 
 
 def _lines(path: Path, first_row: int, size: int) -> Iterator[list[bytes]]:
-    """Lines without their ends, in lists of `size`. Windows' editors write a byte-order mark before the first one."""
+    """Yield lines without their ends, in lists of `size`. Windows' editors write a byte-order mark before the first
+    one."""
     with path.open("rb", buffering=_READ_BYTES) as file:
         lines = islice(file, first_row, None)
         while piece := [line.rstrip(b"\r\n") for line in islice(lines, size)]:
@@ -430,7 +431,7 @@ def _head(path: Path) -> list[bytes]:
 
 
 def _decoded(line: bytes) -> tuple[str | None, str | None]:
-    """Text or fault of a line."""
+    """Return the text or the fault of a line."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -467,7 +468,7 @@ def _type_of(values: list[Any]) -> pa.DataType:
 
 
 def _united(first: pa.Schema, second: pa.Schema) -> pa.Schema:
-    """Columns of both, each of a type that holds the values of the two; text if no other does."""
+    """Return the columns of both, each of a type that holds the values of the two; text if no other type does."""
     if first == second:
         return first
     fields = []
