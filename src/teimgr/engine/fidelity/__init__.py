@@ -1,1 +1,1 @@
-"""The choice of dtype and batching: candidates, their speed, and their results beside a reference."""
+"""The choice of dtype and batching: candidates, their speed, and the comparison of their results with a reference."""

@@ -42,7 +42,7 @@ _BFLOAT16_OF_TORCH = "amx_bf16", "avx512_bf16"  # instructions by which torch mu
 class Preference:
     """The dtype to try first, why, and the microseconds of a layer of 64 tokens on one thread, by the name of a dtype.
 
-    Without a figure: a type in which nothing runs on this machine. None: no time was measured.
+    A type without a figure does not run on this machine. None: no time was measured.
     """
 
     dtype: torch.dtype
@@ -51,7 +51,8 @@ class Preference:
 
 
 def risk_of_fewer_bits(model: Model) -> str | None:
-    """Why some texts may be far off in fewer bits than float32 although the known ones are not; None if nothing is."""
+    """Return why some texts may be far off in fewer bits than float32 although the known ones are not; None if there is
+    no such risk."""
     config: Any = getattr(model.backbone, "config", None)
     texts = config.get_text_config() if hasattr(config, "get_text_config") else config
     if any(getattr(texts, key, 0) for key in _EXPERTS):
@@ -82,7 +83,8 @@ def preference(model: Model) -> Preference:
 
 
 def decided(times_as_fast: float, multiplies: bool, instructions: str) -> tuple[torch.dtype, str]:
-    """bfloat16 or float32 where a layer is `times_as_fast` in the former and the CPU `multiplies` it or not; why."""
+    """Choose bfloat16 or float32, if a layer is `times_as_fast` in bfloat16 and the CPU `multiplies` it or not; return
+    why, too."""
     measured = f"a layer is {times_as_fast:.2f} times as fast in bfloat16 as in float32"
     if multiplies:
         dtype, rule = (
@@ -95,7 +97,7 @@ def decided(times_as_fast: float, multiplies: bool, instructions: str) -> tuple[
 
 
 def _instructions() -> tuple[str, bool]:
-    """The instruction set, with the reason why a better one of the CPU is not used, and whether it multiplies
+    """Return the instruction set, with the reason why a better one of the CPU is not used, and whether it multiplies
     bfloat16."""
     library = native_library()
     if library is not None and native_forward_allowed():
@@ -107,7 +109,7 @@ def _instructions() -> tuple[str, bool]:
 
 
 def _native_layers(width: int) -> dict[torch.dtype, Callable[[], object]]:
-    """A layer of our library in each type that it computes here; none without the library."""
+    """Return a layer of our library in each type that it computes here; none without the library."""
     layers: dict[torch.dtype, Callable[[], object]] = {}
     if native_library() is None or not native_forward_allowed():
         return layers
@@ -126,7 +128,7 @@ def _native_layers(width: int) -> dict[torch.dtype, Callable[[], object]]:
 
 
 def _library_layers(width: int) -> dict[torch.dtype, Callable[[], object]]:
-    """A layer of torch in each type that it has packed layers for; float32 always."""
+    """Return a layer of torch in each type for which it has packed layers; float32 always."""
     linear = nn.Linear(width, 4 * width)
     found = [torch.float32, *([torch.bfloat16] if prepacking_works(torch.bfloat16) else [])]
     layers: dict[torch.dtype, Callable[[], object]] = {}
@@ -139,7 +141,8 @@ def _library_layers(width: int) -> dict[torch.dtype, Callable[[], object]]:
 
 @torch.inference_mode()
 def _timed(layers: dict[torch.dtype, Callable[[], object]]) -> dict[torch.dtype, float]:
-    """Seconds of each layer: in turns, and the best of several, so that a busy machine disturbs all alike."""
+    """Return the seconds of each layer. They run in turns, and the best of several counts, so that a busy machine
+    disturbs all alike."""
     best = dict.fromkeys(layers, float("inf"))
     end = time.perf_counter() + _LIMIT_S
     for number in range(_RUNS):

@@ -1,7 +1,7 @@
 """The choice of dtype and batching at load, each verified on known inputs.
 
-The reference is the library's own float32 forward of one input at a time. Packed batching is taken only where it gives
-the same results (T5 accepts a packed row and is silently wrong), and a faster dtype only where it stays close enough.
+The reference is the library's own float32 forward of one input at a time. Packed batching is used only if it gives the
+same results (T5 accepts a packed row and is silently wrong), and a faster dtype only if it stays close enough.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ ProbeResult = dict[Output, Tensor]
 class Closeness:
     """The deviation of results from the reference.
 
-    `mean_cosine` and `min_cosine` are over the inputs; that of an input with several rows is their mean, since late
-    interaction adds them up. Hidden states (TOKENS) do not count in either. `difference` is the largest between numbers
-    of rows scaled to length 1, `score_difference` that of logits, relative to the largest reference logit where that is
-    above 1. Cosines are 1.0 for models with scores only; `score_difference` is 0.0 for those without.
+    `mean_cosine` and `min_cosine` are over the inputs. The cosine of an input with several rows is their mean, since
+    late interaction adds them up. Hidden states (TOKENS) do not count in either. `difference` is the largest between
+    numbers of rows scaled to length 1. `score_difference` is the largest between logits, relative to the largest
+    reference logit if that is above 1. Cosines are 1.0 for models with scores only; `score_difference` is 0.0 for
+    models without.
     """
 
     mean_cosine: float
@@ -85,15 +86,15 @@ class Closeness:
 
 
 def reference_of(model: Model, encoded: Encoded) -> ProbeResult:
-    """The results for one input, through the library's own forward."""
+    """Compute the results for one input through the library's own forward."""
     return _split(model.run_reference(encoded), model.widths, 1)[0]
 
 
 def finite_reference(model: Model, inputs: Sequence[Encoded]) -> list[ProbeResult]:
-    """`reference_of` each input.
+    """Compute `reference_of` each input.
 
     Raises:
-        ModelLoadFailed: a number of them is NaN or infinite, as of a broken checkpoint.
+        ModelLoadFailed: a number of them is NaN or infinite, as in a broken checkpoint.
     """
     found = [reference_of(model, encoded) for encoded in inputs]
     if all(torch.isfinite(rows).all() for result in found for rows in result.values()):
@@ -162,8 +163,8 @@ def _result(rows: Rows, i: int, width: int) -> Tensor:
 class Choice:
     """The chosen dtype and batching, and how close they are to the float32 reference over the known inputs.
 
-    `why` is what `auto` went by, None if the dtype was requested; `refused` has the lowest cosine of each dtype that
-    was tried and too far off.
+    `why` is the reason for the choice of `auto`, None if the dtype was requested; `refused` has the lowest cosine of
+    each dtype that was tried and too far off.
     """
 
     dtype: torch.dtype
@@ -174,9 +175,9 @@ class Choice:
 
 
 def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
-    """The probe texts for a model with this config.json.
+    """Return the probe texts for a model with this config.json.
 
-    Where its attention has a window smaller than `max_length` tokens, one text is longer than the window; windows wider
+    If its attention has a window smaller than `max_length` tokens, one text is longer than the window; windows wider
     than `WIDEST_PROBED_WINDOW` are not tested: `attention.unproved_window`.
     """
     windows = [config[key] for key in WINDOW_KEYS if isinstance(config.get(key), int)]
@@ -189,7 +190,7 @@ def probe_texts(config: dict[str, Any], max_length: int) -> tuple[str, ...]:
 
 
 def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
-    """The probe inputs of a model, as it will be used: pairs for rerankers, both roles where there are two.
+    """Return the probe inputs of a model in its intended use: pairs for rerankers, both roles if there are two.
 
     Raises:
         ModelLoadFailed: the tokenizer fails on every one.
@@ -213,7 +214,8 @@ def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
 
 
 class Load(Protocol):
-    """Loads the model; one that `is_known` the shortest way, as it is compared with results of an earlier load."""
+    """Loads the model. If `is_known`, it takes the shortest way, as the model is compared with results of an earlier
+    load."""
 
     def __call__(self, *, is_known: bool = False) -> Model: ...
 
@@ -223,8 +225,8 @@ def choose(
 ) -> tuple[Model, Choice]:
     """Load a model and choose its dtype and batching; `wanted` None is the fastest dtype that is close enough.
 
-    For CPUs, and for embedding tables on any device; others on a GPU: `gpu_choice`. `cache` may have the reference
-    from an earlier load, else it gets it; only of a model whose forward is native.
+    For CPUs, and for embedding tables on any device; for other models on a GPU see `gpu_choice`. `cache` may have the
+    reference from an earlier load, otherwise it is stored there, but only for a model whose forward is native.
 
     Raises:
         ModelLoadFailed: no way of batching gives the library's own results.
@@ -277,7 +279,7 @@ def _has_other_ways(dtype: torch.dtype, wanted: torch.dtype | None) -> bool:
 def _choose_known(
     model: Model, wanted: torch.dtype | None, inputs: Sequence[Encoded], known: KnownReference
 ) -> tuple[Model, Choice] | None:
-    """The native forward, compared with the reference of an earlier load; None if it does not match that."""
+    """Return the native forward, compared with the reference of an earlier load; None if it does not match that."""
     if len(known.results) != len(inputs) or any(result.keys() != model.outputs for result in known.results):
         return None
     if (dtype := wanted or known.dtype) is None:
@@ -293,10 +295,10 @@ def _choose_known(
 def _choose_native(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | Closeness:
-    """The forward as one call of our library; how far off it is if its results do not match the reference.
+    """Return the forward as one call of our library, or its deviation if its results do not match the reference.
 
     Raises:
-        CannotLowerError: the model has none.
+        CannotLowerError: the model does not have one.
     """
     model.backbone.make_native(dtype)
     close = compare(batched(model, inputs), reference)
@@ -317,8 +319,8 @@ def _choose_batching(
 def first_batching(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult], requested: bool
 ) -> Choice | Closeness | None:
-    """The first batching but NATIVE whose results in `dtype`, that of the model, match the reference; else how far off
-    the last one was that ran, None if none did.
+    """Return the first batching but NATIVE whose results in the model's `dtype` match the reference; otherwise the
+    deviation of the last one that ran, None if none did.
 
     Raises:
         OutOfDeviceMemory, DeviceFailed: the device is at fault.
@@ -348,10 +350,11 @@ def first_batching(
 def _keeps_texts_apart(
     model: Model, dtype: torch.dtype, inputs: Sequence[Encoded], reference: Sequence[ProbeResult]
 ) -> bool:
-    """True if inputs packed together have the results that each has alone, but for the rounding of a type of 16 bits.
+    """True if inputs packed together have the results that each has alone, except for the rounding of a type of 16
+    bits.
 
-    The limits of such a type are wide enough for a little of a neighbour in each text, as of convolutions over a packed
-    row. In float32 the limits are not.
+    The limits of such a type are wide enough to admit a little of a neighbour in each text, such as by convolutions
+    over a packed row. The limits of float32 are not.
     """
     if dtype is torch.float32 or model.backbone.batching is Batching.EQUAL_LENGTH:
         return True
@@ -370,7 +373,7 @@ def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def close_enough(close: Closeness, dtype: torch.dtype, requested: bool) -> bool:
-    """True if results in `dtype` are as close to the reference as the gate asks."""
+    """True if results in `dtype` are as close to the reference as the gate demands."""
     if dtype is torch.float32:
         return close.difference <= _EXACT_DIFFERENCE and close.score_difference <= _EXACT_SCORE_DIFFERENCE
     if requested:

@@ -1,10 +1,10 @@
 """Reference results of models, kept in files between loads, so that a restarted worker need not compute them again.
 
 The fidelity gate compares every load with the library's own float32 forward of known texts, which takes a third of a
-small model's load. Those results are the same each time for the same files, so the first load of a model writes them
-down. The comparison itself is done at every load, and where it fails the reference is computed afresh.
+small model's load. Those results are the same each time for the same files, so the first load of a model stores them.
+The comparison itself is made at every load, and if it fails the reference is computed again.
 
-A file is a line of JSON (digest, dtype, what `auto` went by) followed by tensors in safetensors' format.
+A file is a line of JSON (digest, dtype, the reason of `auto`) followed by tensors in safetensors' format.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SUFFIX = ".reference"
 
 @dataclass(frozen=True, slots=True)
 class KnownReference:
-    """The reference results, by input; `dtype` is what `auto` came to, None if one was requested.
+    """The reference results, by input; `dtype` is the choice of `auto`, None if one was requested.
 
     `why` and `refused` are those of `fidelity_gate.Choice`.
     """
@@ -56,7 +56,7 @@ class KnownReference:
 
 
 class ReferenceCache:
-    """The file of one model in `folder`; damaged ones count as missing."""
+    """The file of one model in `folder`; a damaged file counts as missing."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self._file = PrivateCacheFile(folder / f"{key}{_SUFFIX}", MAX_BYTES, MAX_FILES)
@@ -121,7 +121,7 @@ def _content(known: KnownReference) -> bytes:
 
 
 def _parsed(content: bytes) -> KnownReference | None:
-    """None for a damaged file."""
+    """Parse a file; None if it is damaged."""
     line, _, payload = content.partition(b"\n")
     try:
         header = json.loads(line)

@@ -1,7 +1,7 @@
 """Sound files of callers: format and length by the header, then the samples, each within limits.
 
-A sound is decoded in blocks to one channel, the mean of all, at the rate that the model reads. libsndfile decodes, as
-`soundfile`; what it takes for whole although it was cut is found here.
+A sound is decoded in blocks to one channel, the mean of all, at the model's sample rate. libsndfile decodes, through
+`soundfile`; cut files that it takes for whole are found here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Header(NamedTuple):
 
 
 def read_header(data: bytes) -> Header:
-    """Format and length of a sound file by its header.
+    """Return format and length of a sound file by its header.
 
     Raises:
         InvalidInput: its format is not allowed, it is empty, broken or cut, or too long.
@@ -107,7 +107,7 @@ def _check(header: Header) -> None:
 
 
 def decode(data: bytes, rate: int) -> NDArray[np.float32]:
-    """The samples of a file that `read_header` accepts: one channel, `rate` samples a second.
+    """Return the samples of a file that `read_header` accepts: one channel, `rate` samples a second.
 
     Raises:
         InvalidInput: the file is cut or broken, or a sample is not a number.
@@ -216,7 +216,7 @@ def _check_wav(data: bytes) -> None:
 
 
 def _check_ogg(data: bytes) -> None:
-    """Refuse a file whose last page is not its stream's last; libsndfile would take what is there."""
+    """Refuse a file whose last page is not its stream's last; libsndfile would return the part that is there."""
     at, parts, serial, rest = 0, 0, data[14:18], Rests()
     while at + 27 <= len(data) and data[at : at + 4] == b"OggS":
         is_last = bool(data[at + 5] & _LAST_PAGE)
@@ -280,7 +280,7 @@ class SoundTokenizer(FileTokenizer):
         self._sound = layout.sound
 
     def sound(self, data: bytes) -> Sound:
-        """A sound file as an input of the model, by its header.
+        """Make an input of the model from a sound file, by its header.
 
         Raises:
             InvalidInput: its format is not allowed, it is empty, broken at its beginning, or too long.
@@ -301,14 +301,14 @@ def read_sound(data: bytes, sound: SoundEncoder) -> Sound:
 
 
 def known_samples(steps: SoundSteps, windows: float, seed: int) -> NDArray[np.float32]:
-    """A tone that rises over noise, which every load makes alike."""
+    """Return a rising tone with noise, which is the same at every load."""
     at = np.arange(int(windows * steps.window), dtype=np.float64) / steps.rate
     noise = np.random.default_rng(seed).standard_normal(len(at))
     return (0.5 * np.sin(2 * np.pi * (200 + 50 * at) * at) + 0.05 * noise).astype(np.float32)
 
 
 def known_file(steps: SoundSteps) -> bytes:
-    """A file that every load makes alike, longer than a window."""
+    """Return a file that is the same at every load, longer than a window."""
     written = io.BytesIO()
     soundfile.write(written, known_samples(steps, 1.5, 0), steps.rate, format="WAV", subtype="PCM_16")
     return written.getvalue()
@@ -324,9 +324,9 @@ class SoundDecoder(FileDecoder):
         self._steps = sound.steps
 
     def size_of(self, file: Sound) -> int:
-        """Its seconds begun."""
+        """Return its seconds, rounded up."""
         return math.ceil(file.seconds)
 
     def prepared(self, file: Sound) -> Spectrograms:
-        """Its spectrograms; raises InvalidInput."""
+        """Return its spectrograms; raises InvalidInput."""
         return prepare(decode(file.data, self._steps.rate), self._steps)

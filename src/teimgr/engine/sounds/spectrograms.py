@@ -22,12 +22,12 @@ _MIN_POWER = 1e-10
 
 
 def windows_of(steps: SoundSteps, seconds: float) -> int:
-    """The windows that a sound of this length is charged for."""
+    """Return the number of windows that a sound of this length is charged for."""
     return max(1, math.ceil(seconds * steps.rate / steps.window))
 
 
 def prepare(samples: NDArray[np.float32], steps: SoundSteps) -> Spectrograms:
-    """The spectrograms of a sound."""
+    """Compute the spectrograms of a sound."""
     filters = _filters(steps)
     if len(samples) <= steps.window:
         return _mels(_padded(samples, steps), steps, filters)[None, None]
@@ -57,7 +57,7 @@ def _fused(mels: Spectrograms, steps: SoundSteps) -> Spectrograms:
 
 
 def _shrunk(mels: Spectrograms, frames: int) -> Spectrograms:
-    """This many frames, interpolated linearly like torch's `interpolate`."""
+    """Shrink to this many frames, interpolated linearly like torch's `interpolate`."""
     places = np.maximum((np.arange(frames, dtype=np.float32) + 0.5) * np.float32(len(mels) / frames) - 0.5, 0)
     before = places.astype(np.intp)
     part = (places - before)[:, None].astype(np.float32)
@@ -80,7 +80,7 @@ def _mels(samples: NDArray[np.float32], steps: SoundSteps, filters: NDArray[np.f
 
 
 def _filters(steps: SoundSteps) -> NDArray[np.float64]:
-    """The library's: of torchaudio's kind for fusion, of librosa's without, as the authors' own code has it."""
+    """Return the library's filters: torchaudio's kind for fusion, librosa's without, like the authors' own code."""
     from transformers.audio_utils import mel_filter_bank
 
     norm, scale = (None, "htk") if steps.fuses else ("slaney", "slaney")

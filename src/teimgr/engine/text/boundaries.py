@@ -55,14 +55,14 @@ _MAX_CANDIDATES = 24  # each takes up to milliseconds of look-ups
 
 
 class Place(NamedTuple):
-    """A cut before character `at`; of the tokens behind it up to `slack` may differ from those of the whole text."""
+    """A cut before character `at`; of the tokens after it up to `slack` may differ from those of the whole text."""
 
     at: int
     slack: int = 0
 
 
 class Boundaries:
-    """The places of one tokenizer. Safe from any thread."""
+    """Finds the places of one tokenizer. Safe from any thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._at_spaces = breaks_at_spaces(tokenizer)
@@ -77,7 +77,7 @@ class Boundaries:
         self._pieces = _Pieces.of(tokenizer)
 
     def last(self, text: str, begin: int, end: int) -> int | None:
-        """The last place in [begin, end]: the tokens before it are the first ones of the whole text."""
+        """Return the last place in [begin, end]: the tokens before it are the first ones of the whole text."""
         for pattern, is_certain in self._rules():
             for at in _backwards(pattern, text, begin, end):
                 if is_certain(text, at):
@@ -89,7 +89,7 @@ class Boundaries:
         return None
 
     def first(self, text: str, begin: int, end: int, slack: int) -> Place | None:
-        """The first place in [begin, end]: the tokens behind it, except `slack`, are the last of the whole text."""
+        """Return the first place in [begin, end]: the tokens after it, except `slack`, are the last of the text."""
         for pattern, is_certain in self._rules(left=True):
             for match in pattern.finditer(text, begin, end):
                 if is_certain(text, match.start()):
@@ -109,7 +109,7 @@ class Boundaries:
         return None
 
     def seams(self, text: str, distance: int) -> Iterator[int]:
-        """Places at most `distance` apart with the tokens of the whole text on both sides, until none follows."""
+        """Return places at most `distance` apart with the whole text's tokens on both sides, until none follows."""
         begin = 0
         while len(text) - begin > distance:
             at = next(
@@ -127,7 +127,7 @@ class Boundaries:
             begin = at
 
     def _rules(self, *, left: bool = False) -> Iterator[tuple[re.Pattern[str], Callable[[str, int], bool]]]:
-        """Patterns of places, and whether one of them is certain; `left`: for the tokens behind it too."""
+        """Return patterns of places, and whether one of them is certain; `left`: for the tokens after it too."""
         if self._at_spaces and (self._keeps_first_space or not left):
             # An added token that takes the spaces behind it would not find this one, or find it alone.
             yield _SPACE, self._is_not_added if self._takes_spaces else lambda text, at: True
@@ -149,7 +149,7 @@ class Boundaries:
 
 
 class _Pieces:
-    """The vocabulary of BPE or Unigram, asked for entries that reach over a place."""
+    """The vocabulary of BPE or Unigram, searched for entries that reach over a place."""
 
     def __init__(self, tokenizer: Tokenizer, is_bpe: bool, by_bytes: bool, space: str) -> None:
         self.is_bpe = is_bpe
@@ -191,7 +191,7 @@ class _Pieces:
         return True
 
     def _spelled(self, text: str) -> str:
-        """`text` as the model sees it."""
+        """Return `text` as the model sees it."""
         if self._normalizer is not None:
             text = self._normalizer.normalize_str(text)
         if self._bytes is None:
@@ -206,7 +206,7 @@ _TOKENS_PER_CHARACTER = 18 * 4
 
 
 def _backwards(pattern: re.Pattern[str], text: str, begin: int, end: int) -> Iterator[int]:
-    """Where matches of one character begin in [begin, end], the last first."""
+    """Yield where matches of one character begin in [begin, end], the last first."""
     while end > begin:
         start = max(begin, end - _SEARCHED)
         yield from [match.start() for match in pattern.finditer(text, start, end + 2)][::-1]
@@ -226,19 +226,20 @@ def _bert_places(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _is_of_spaces(part: dict[str, Any]) -> bool:
-    """True if a normalizer replaces spaces alone, by one character."""
+    """True if a normalizer replaces only spaces, by one character."""
     if part["type"] != "Replace" or len(part["content"]) != 1:
         return False
     return part["pattern"] in ({"String": " "}, {"Regex": " {2,}"})
 
 
 def step_of(part: Any) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer as in tokenizer.json; the vocabulary there would take 10 ms to write and parse."""
+    """Return a normalizer or pre-tokenizer as in tokenizer.json; writing and parsing the vocabulary too would take 10
+    ms."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
-    """True if no token can span letters or digits on both sides of a space; False where that is not certain."""
+    """True if no token can span letters or digits on both sides of a space; False if that is not certain."""
     if any(" " in token.content.lstrip() for token in tokenizer.get_added_tokens_decoder().values()):
         return False
     splitter = _splitter(tokenizer)
@@ -247,7 +248,7 @@ def breaks_at_spaces(tokenizer: Tokenizer) -> bool:
 
 
 def _splitter(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The step that splits words at spaces, unless one before it may change or join what is around them."""
+    """Return the step that splits words at spaces, unless an earlier step may change or join the text around them."""
     for part in flattened(step_of(tokenizer.pre_tokenizer), "pretokenizers"):
         if _splits(part):
             return part
@@ -318,7 +319,7 @@ def _splits_isolated(part: dict[str, Any]) -> bool:
 
 
 def flattened(spec: dict[str, Any] | None, children: str) -> Iterable[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer of tokenizer.json, sequences flattened."""
+    """Return the parts of a normalizer or pre-tokenizer of tokenizer.json, sequences flattened."""
     if spec is None:
         return []
     if spec["type"] == "Sequence":

@@ -36,7 +36,7 @@ _BEHIND = "\n</query><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class Shortened(NamedTuple):
-    """A text as the prompt takes it, and its tokens."""
+    """A text as it is put into the prompt, and its tokens."""
 
     text: str
     tokens: int
@@ -46,7 +46,7 @@ class ListPrompt:
     """The prompts of a model. Safe from any thread; `limit` is the longest prompt, in tokens."""
 
     def __init__(self, listwise: Listwise, library: TokenizerLibrary, boundaries: Boundaries, limit: int) -> None:
-        """Raises ModelLoadFailed where the tokenizer joins a text with the mark behind it."""
+        """Raise ModelLoadFailed if the tokenizer joins a text with the mark after it."""
         self.listwise = listwise
         self._library = library
         self._boundaries = boundaries
@@ -116,7 +116,7 @@ class ListPrompt:
         return Shortened(self._library.decode(ids, skip_special_tokens=False), bound.limit)
 
     def divided(self, query_tokens: int, document_tokens: Sequence[int]) -> Iterator[range]:
-        """The documents of each prompt of a list."""
+        """Return the documents of each prompt of a list."""
         begin, room = 0, (whole := self.listwise.capacity - 2 * query_tokens)
         for place, tokens in enumerate(document_tokens):
             room -= tokens
@@ -128,10 +128,10 @@ class ListPrompt:
             yield range(begin, len(document_tokens))
 
     def ids(self, query: str, documents: Sequence[str]) -> NDArray[np.int32]:
-        """The tokens of the prompt of a shortened query and shortened documents, int32.
+        """Return the tokens of the prompt of a shortened query and shortened documents, int32.
 
         Raises:
-            InputTooLong: they are more than the limit.
+            InputTooLong: they exceed the limit.
             TokenizerFailed: the library refused one of them.
         """
         found = self._joined(self._pieces(query, documents))
@@ -146,7 +146,7 @@ class ListPrompt:
         return found
 
     def encode(self, pairs: Sequence[Pair], truncate: bool, left: bool) -> list[NDArray[np.int32] | InvalidInput]:
-        """The ids of each pair as a list of one document, or its refusal; like `CausalTemplate.encode`."""
+        """Return the ids of each pair as a list of one document, or its refusal; like `CausalTemplate.encode`."""
         return [self._alone(pair, truncate, left) for pair in pairs]
 
     def _alone(self, pair: Pair, truncate: bool, left: bool) -> NDArray[np.int32] | InvalidInput:
@@ -158,7 +158,7 @@ class ListPrompt:
             return error
 
     def _pieces(self, query: str, documents: Sequence[str]) -> list[str]:
-        """The text of a prompt up to each mark and with it; the last piece is behind all marks."""
+        """Return the text of a prompt, split after each mark; the last piece follows all marks."""
         query = self._without_marks(query)
         before = _BEFORE + _TASK.format(count=len(documents), query=query)
         pieces = []
@@ -169,7 +169,7 @@ class ListPrompt:
         return [*pieces, f"{before}<query>\n{query}{self.listwise.query_mark}", _BEHIND]
 
     def _without_marks(self, text: str) -> str:
-        """A text without marks, also such as are there once others are removed."""
+        """Remove marks from a text, including marks that appear once others are removed."""
         while any(mark in text for mark in self._marks):
             for mark in self._marks:
                 text = text.replace(mark, "")
@@ -181,7 +181,8 @@ class ListPrompt:
 
 
 def list_scores(prompts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """The score of each document of a list; of each prompt the vectors of its documents and of the query, the last."""
+    """Return the score of each document of a list; each prompt has the vectors of its documents and, last, of the
+    query."""
     documents = [_unit(each[:-1]) for each in prompts]
     queries = np.stack([each[-1] for each in prompts])
     best = [float((of_prompt @ _unit(query)).max()) for of_prompt, query in zip(documents, queries, strict=True)]

@@ -35,8 +35,8 @@ def merge_adapter(module: nn.Module, adapter: Adapter, prefix: str) -> None:
     """Merge an adapter into the weights of `module`; `prefix` is the name of its base model if it has a head.
 
     W + s·B·A for LoRA's A [r, in] and B [out, r], where s = alpha / r, or alpha / √r by rank-stabilised LoRA; with a
-    magnitude m [out] (DoRA) its rows are then scaled to the length m. Weights that the adapter saved whole replace
-    those of the model.
+    magnitude m [out] (DoRA) its rows are then scaled to the length m. Weights that the adapter saved whole replace the
+    model's.
 
     Raises:
         ModelLoadFailed: the adapter changes a layer that the model does not have, or one that has another shape.
@@ -62,7 +62,7 @@ def merge_adapter(module: nn.Module, adapter: Adapter, prefix: str) -> None:
 
 
 def matrices_of(adapter: Adapter) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Each layer of an adapter of linear layers, its A [r, in], and its B [out, r] times the scale, in float32.
+    """Yield each layer of an adapter of linear layers, its A [r, in], and its B [out, r] times the scale, in float32.
 
     Raises:
         ModelLoadFailed: the file has other weights, or matrices that do not fit together.
@@ -142,11 +142,11 @@ _UNUSED = re.compile(r"(?:\w+\.)?(?:pooler|lm_head)\.")
 
 
 def _parameter(module: nn.Module, name: str, prefix: str) -> nn.Parameter | None:
-    """A parameter by its name in the trained model, with or without a head; None for one of a head that this model
-    lacks.
+    """Return a parameter by its name in the trained model, with or without a head; None for a parameter of a head that
+    this model lacks.
 
     Raises:
-        ModelLoadFailed: the model has no such parameter.
+        ModelLoadFailed: the model does not have such a parameter.
     """
     for own in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
         parent, _, leaf = own.rpartition(".")

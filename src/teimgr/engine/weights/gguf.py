@@ -1,7 +1,7 @@
 """Weights and tokenizer of a GGUF file (llama.cpp) of a Qwen3 model, whose head `models/gguf_head.py` reads.
 
-Each weight is in float32 what its type in the file stands for, as transformers' reader computes it; blocks of other
-types than Q8_0 are read by the package gguf.
+Each weight becomes the float32 value that its type in the file stands for, as transformers' reader computes it; the
+package gguf reads blocks of types other than Q8_0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are whole wherever they s
 
 
 def gguf_weights(file: Path) -> dict[str, Tensor]:
-    """The weights of a GGUF file by the library's names; raises as `read_gguf`."""
+    """Return the weights of a GGUF file by the library's names; raises like `read_gguf`."""
     found = {}
     with file.open("rb") as opened:
         for tensor in read_gguf(file).tensors:
@@ -51,9 +51,9 @@ def _float32(data: bytearray, tensor: HeadTensor) -> Tensor:
 
 
 def gguf_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer in a GGUF file, with the steps of Qwen's own; without the token behind every text.
+    """Return the tokenizer in a GGUF file, with the steps of Qwen's own, but without the token after every text.
 
-    Raises as `read_gguf`, also where tokens, their types and merges do not fit together.
+    Raises like `read_gguf`, also if tokens, their types and merges do not fit together.
     """
     from transformers import Qwen2Tokenizer
 

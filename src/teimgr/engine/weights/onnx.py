@@ -1,6 +1,6 @@
-"""Weights of a model that is published for ONNX alone, by the library's names, from the graph that torch exported.
+"""Weights of a model that is published only for ONNX, by the library's names, from the graph that torch exported.
 
-Initialisers have the names of the model's parameters, but for the matrices of linear layers: these are transposed and
+Initialisers have the names of the model's parameters, except the matrices of linear layers: these are transposed and
 nameless, and the name of the MatMul that has one is the layer's path. Graphs that are quantised, or that an optimiser
 rewrote, have neither and are refused.
 """
@@ -41,7 +41,7 @@ class _Node:
 
 
 def onnx_weights(file: Path) -> dict[str, Tensor]:
-    """The weights in an exported graph by the names of the model's parameters.
+    """Return the weights in an exported graph by the names of the model's parameters.
 
     Raises:
         ModelLoadFailed: the file is not a standard export.
@@ -115,7 +115,7 @@ def _node(message: memoryview) -> _Node:
 
 
 def _tensor(message: memoryview, folder: Path) -> tuple[str, Tensor | None]:
-    """The name of an initialiser and its values in float32; None for integers, such as shapes."""
+    """Return the name of an initialiser and its values in float32; None for integers, such as shapes."""
     shape: list[int] = []
     kind, name, raw, floats, place = 0, "", memoryview(b""), memoryview(b""), {}
     is_external = False
@@ -147,7 +147,7 @@ def _tensor(message: memoryview, folder: Path) -> tuple[str, Tensor | None]:
 
 
 def _external(place: dict[str, str], folder: Path) -> memoryview:
-    """The bytes of a tensor in a file beside the graph's."""
+    """Return the bytes of a tensor in a file next to the graph's."""
     location = place.get("location", "")
     if not stays_below(location):
         raise ModelLoadFailed(f"the graph's weights are in {location!r}, which is not a file of its folder")
@@ -157,7 +157,7 @@ def _external(place: dict[str, str], folder: Path) -> memoryview:
 
 
 def _fields(message: memoryview) -> Iterator[Field]:
-    """The fields of a protobuf message: numbers of varints, and views of what has a length."""
+    """Yield the fields of a protobuf message: numbers of varints, and views of values with a length."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)

@@ -21,8 +21,8 @@ Weights = dict[str, Tensor]
 
 
 def own_weights(layout: Layout) -> tuple[Weights | None, Weights]:
-    """All weights of the transformer by the library's names, None if the library reads the files itself; and those
-    by task, by their names in the files.
+    """Return all weights of the transformer by the library's names, None if the library reads the files itself; and the
+    weights by task, by their names in the files.
 
     Raises:
         ModelLoadFailed: a file cannot be read.
@@ -41,9 +41,8 @@ def own_weights(layout: Layout) -> tuple[Weights | None, Weights]:
 
 
 def unwrapped(weights: Weights, missing: Sequence[str]) -> Weights | None:
-    """The weights without what stands before all names of the model's, as `auto_model.` where the state of
-    sentence-transformers' module was saved by hand; None if the `missing` ones are not all behind one such prefix.
-    """
+    """Return the weights without a prefix that their names have in the files, such as `auto_model.` if the state of
+    sentence-transformers' module was saved by hand; None if no prefix fits all `missing` names."""
     first = min(missing)
     for prefix in sorted(name.removesuffix(first) for name in weights if name.endswith(f".{first}")):
         if all(f"{prefix}{name}" in weights for name in missing):
@@ -75,7 +74,7 @@ _ORIGINAL, _BY_TASK = ".parametrizations.weight.original", ".parametrizations.we
 
 
 def own_names(layout: Layout, name: str) -> list[str]:
-    """The library's names of the parts of a weight of Jina's XLM-RoBERTa, in the order in which it has them."""
+    """Return the library's names of the parts of a weight of Jina's XLM-RoBERTa, in the weight's order."""
     return list(_jina_xlm_roberta({name: torch.empty(3, 1)}, layout))
 
 

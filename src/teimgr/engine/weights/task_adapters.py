@@ -1,6 +1,5 @@
-"""LoRA weights by task (jina-embeddings-v3 and v5): one set of weights serves every task, each text by that of its
-request.
-"""
+"""LoRA weights by task (jina-embeddings-v3 and v5): one set of weights serves every task, and each text uses the
+weights of its request's task."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class Task:
 
 
 class _ByTask(nn.Module):
-    """A layer with weights by task beside its own: A and B, [tasks, …] each, and the scale s of their product."""
+    """A layer with weights by task besides its own: A and B, [tasks, …] each, and the scale s of their product."""
 
     def __init__(self, layer: nn.Module, a: Tensor, b: Tensor, scale: float, task: Task) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class _ByTask(nn.Module):
         self.register_buffer("b", b, persistent=False)
 
     def of_task(self) -> tuple[Tensor, Tensor] | None:
-        """A and B of the current task; None without one."""
+        """Return A and B of the current task; None without one."""
         if not (number := self.task.number):
             return None
         return self.get_buffer("a")[number - 1], self.get_buffer("b")[number - 1]
@@ -76,18 +75,17 @@ class TaskEmbedding(_ByTask):
 
 
 def task_of(module: nn.Module) -> Task | None:
-    """The current task of a model with weights by task; None for any other."""
+    """Return the current task of a model with weights by task; None for any other."""
     found = (child for child in module.modules() if isinstance(child, _ByTask))
     return next((child.task for child in found), None)
 
 
 def put_task_adapters(module: nn.Module, layout: Layout, saved: Mapping[str, Tensor]) -> None:
-    """Put the LoRA weights by task that the model has beside its layers into these: `saved`, by their names in the
-    file of all weights, or the adapters of PEFT that `layout` has.
+    """Add the model's LoRA weights by task to its layers: `saved`, by their names in the file of all weights, or the
+    adapters of PEFT that `layout` has.
 
     Raises:
-        ModelLoadFailed: they are those of layers that the model does not have, of other shapes or of another number of
-            tasks.
+        ModelLoadFailed: they are of layers that the model does not have, of other shapes or of another number of tasks.
     """
     if layout.task_adapters:
         task = Task()
@@ -114,7 +112,8 @@ def put_task_adapters(module: nn.Module, layout: Layout, saved: Mapping[str, Ten
 
 
 def _of_adapters(adapters: Sequence[Adapter]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A [tasks, r, in] and B [tasks, out, r] with its scale, by layer; zeros where a task has none, or a smaller rank.
+    """Return A [tasks, r, in] and B [tasks, out, r] with its scale, by layer; zeros if a task has none, or a smaller
+    rank.
 
     Raises:
         ModelLoadFailed: an adapter has other weights than those, or halves that do not fit together.
@@ -138,7 +137,7 @@ def _of_adapters(adapters: Sequence[Adapter]) -> dict[str, tuple[Tensor, Tensor]
 
 
 def _put(module: nn.Module, name: str, a: Tensor, b: Tensor, scale: float, task: Task, *, is_table: bool) -> int:
-    """Replace the layer `name`; 0 for one that is left out of the model, such as its pooler."""
+    """Replace the layer `name`; return 0 for a layer that is left out of the model, such as its pooler."""
     name = name.removeprefix("roberta.")
     if name.startswith("pooler."):
         return 0
