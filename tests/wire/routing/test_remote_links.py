@@ -269,6 +269,28 @@ async def test_a_link_closed_during_its_greeting_fails_no_call_of_another(start_
     fleet.registry.close()
 
 
+async def test_a_caller_who_leaves_during_the_proof_of_a_link_ends_no_other_link(
+    route: Route, endpoint: WorkerEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = route(endpoint)
+    await call(router)
+    proving: list[Any] = []
+
+    async def prove(link: Any, *_: object) -> None:
+        proving.append(link)
+        await asyncio.Future()
+
+    monkeypatch.setattr(remote_frames.RemoteFrames, "prove", prove)
+    bulk = asyncio.create_task(call(router, flags=Flag.BULK))
+    await eventually(lambda: proving)
+    bulk.cancel()
+    await asyncio.wait({bulk})
+    await proving[0].closed
+
+    assert not replica(router).lost
+    await call(router)
+
+
 async def test_a_local_replica_is_preferred_while_it_is_free(route: Route, endpoint: WorkerEndpoint) -> None:
     here = replace(endpoint, node="head", incarnation="inc-1")
     router = route(endpoint, here)

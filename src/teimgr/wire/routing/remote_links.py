@@ -118,6 +118,13 @@ class MeteredReplica(Replica):
 class RemoteLink(RemoteFrames, MeteredLink):
     """A connection of a replica on another host."""
 
+    async def prove(self, address: RemoteAddress, identity: FleetIdentity) -> None:
+        try:
+            await super().prove(address, identity)
+        except asyncio.CancelledError:
+            self.leaving = not self.owner.is_closed  # its other link is open
+            raise
+
 
 class RemoteReplica(Replica):
     """One incarnation of a worker on another host.
