@@ -838,10 +838,10 @@ async def test_many_connections_whose_requests_come_at_once_or_that_end_at_once_
     assert 0 < most_ended <= connection_gate._ENDS_PER_TURN
 
 
-@pytest.mark.parametrize("is_direct", [False, True], ids=["ASGI", "direct"])
+@pytest.mark.parametrize("kind", ["ASGI", "direct", "body"])
 @on_uvloop
 async def test_an_answer_to_one_of_many_clients_that_are_gone_is_not_written(
-    is_direct: bool, caplog: pytest.LogCaptureFixture
+    kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of many that reset at once, most learn of it in a later turn; uvloop raised as they wrote their answers."""
     begun, told, many, unretrieved = 0, asyncio.Event(), 64, list[object]()
@@ -866,15 +866,18 @@ async def test_an_answer_to_one_of_many_clients_that_are_gone_is_not_written(
 
     async def answer(request: DirectRequest) -> DirectReply:
         await wait()
+        if kind == "body":
+            await request.body.read_some()
         return DirectReply(200, {}, b"hello")
 
+    expected = b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n"
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unretrieved.append(context))
     sock, gate = bind("127.0.0.1", 0), ConnectionGate()
-    direct: Direct | None = (lambda method, target: answer) if is_direct else None
+    direct: Direct | None = (lambda method, target: answer) if kind != "ASGI" else None
     async with serving(app, sock, gate=gate, direct=direct), asyncio.timeout(30):
         clients = [socket.create_connection(sock.getsockname()) for _ in range(many)]
         for client in clients:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\n" + (expected if kind == "body" else b"\r\n"))
         await eventually(lambda: begun == many)
         for client in clients:  # no turn of the loop meanwhile
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

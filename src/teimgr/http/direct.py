@@ -163,7 +163,8 @@ class DirectExchange:
         while not self.body and self.more_body:
             if self._awaits_continue:
                 self._awaits_continue = False
-                self._protocol.transport.write(_CONTINUE)
+                if not self.disconnected:
+                    self._protocol.transport.write(_CONTINUE)
             self._protocol.flow.resume_reading()
             self._progress = self._protocol.loop.create_future()
             await self._progress
