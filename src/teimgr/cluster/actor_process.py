@@ -62,7 +62,8 @@ class ActorProcess:
         return self._exit.result()
 
     async def _asked_to_stop(self, grace_s: float, sigterm: bool) -> Any:
-        """The answer of `WorkerActor.stop`, over losses of the connection to Ray, which do not shorten the grace."""
+        """Return the answer of `WorkerActor.stop`, over losses of the connection to Ray, which do not shorten the
+        grace."""
         clock = asyncio.get_running_loop().time
         ends = clock() + grace_s
         while True:
@@ -102,7 +103,7 @@ class ActorProcess:
         return await self._bridge.call("ask", name=self.name, method=method, arguments=arguments, limit_s=limit_s)
 
     async def _unless_ended(self, asking: Coroutine[Any, Any, Any]) -> Any:
-        """The answer; None if the process ends first or has no answer."""
+        """Return the answer; None if the process ends first or does not answer."""
         task = asyncio.ensure_future(asking)
         await asyncio.wait({task, self._exit}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -133,11 +134,11 @@ class ActorProcess:
 
 
 async def place(head: ClusterHead, replica: str, host: str, limit_s: float) -> str:
-    """Create the actor of a replica on a host; the result is its name.
+    """Create the actor of a replica on a host, and return its name.
 
-    Where the replica has all its actors it waits for one to end: a process that a rolling change replaced ends its
-    calls first, and the next change may begin meanwhile. One that cannot be reached is removed: after a restart Ray may
-    keep for ever what died with its former process.
+    If the replica has all its actors, this waits for one to end: a process that a rolling change replaced ends its
+    calls first, and the next change may begin meanwhile. An actor that cannot be reached is removed: after a restart
+    Ray may keep for ever actors that died with its former process.
 
     Raises:
         NoHost: the host is not in the cluster or takes no workers, or Ray did not place the actor in time.
@@ -205,7 +206,7 @@ async def launch(head: ClusterHead, name: str, host: str, arguments: Sequence[st
 
 
 async def names(bridge: Bridge, prefix: str, limit_s: float = ANSWER_LIMIT_S) -> list[str]:
-    """The names of the actors there are, asked for until there is an answer.
+    """Return the names of the existing actors; asks until there is an answer.
 
     Raises:
         Unavailable: Ray does not answer within the limit.
@@ -218,7 +219,8 @@ async def names(bridge: Bridge, prefix: str, limit_s: float = ANSWER_LIMIT_S) ->
 
 
 async def described(bridge: Bridge, name: str, limit_s: float = ANSWER_LIMIT_S) -> Mapping[str, Any] | None:
-    """`WorkerActor.describe`; empty where the actor has no process yet, or is lost and its process with it.
+    """Return `WorkerActor.describe`; empty if the actor does not have a process yet, or is lost together with its
+    process.
 
     None if it does not answer within the limit: its process may live, and be a healthy one.
     """
@@ -235,7 +237,7 @@ async def described(bridge: Bridge, name: str, limit_s: float = ANSWER_LIMIT_S) 
 
 
 async def _answer(bridge: Bridge, within_s: float, op: str, **arguments: object) -> Any:
-    """What `Bridge.call` returns, asked again until there is an answer. Raises the last error at the limit."""
+    """Return the result of `Bridge.call`, asked again until there is an answer. Raises the last error at the limit."""
     clock = asyncio.get_running_loop().time
     ends = clock() + within_s
     while True:
@@ -258,5 +260,5 @@ async def _reconnected(bridge: Bridge, limit: float) -> None:
 
 
 async def end(head: ClusterHead, name: str) -> None:
-    """Kill an actor, and with it its process. Raises as `Bridge.call`."""
+    """Kill an actor, and with it its process. Raises like `Bridge.call`."""
     await head.bridge.call("end", name=name)

@@ -130,7 +130,7 @@ class HostActor:
 
 
 async def _connect() -> Link:
-    """A connection to this host's agent. Raises OSError."""
+    """Open a connection to this host's agent. Raises OSError."""
     path = os.environ.get(AGENT_VARIABLE)
     if path is None:
         raise FileNotFoundError("Ray was not started by teimgr on this host")

@@ -110,7 +110,7 @@ class Agent:
         return sum(isinstance(each, LocalWorker) for each in (*self._held, *self._unclaimed.values()))
 
     def port_of(self, incarnation: str) -> tuple[str, int] | None:
-        """Where the instance's port of a worker here is reached on this host; None if there is no such worker."""
+        """Return where the instance's port of a worker is reached on this host; None if the worker is not here."""
         for each in (*self._held, *self._unclaimed.values()):
             if isinstance(each, LocalWorker) and each.incarnation == incarnation:
                 host = each.spec.port_host or each.spec.instance_host
@@ -124,7 +124,7 @@ class Agent:
             await self._learned.wait()
 
     async def emptied(self, limit_s: float) -> bool:
-        """Wait until all workers and muxes have ended; whether that took at most `limit_s`."""
+        """Wait until all workers and muxes have ended; return whether that took at most `limit_s`."""
         try:
             async with asyncio.timeout(limit_s):
                 while self._held or self._unclaimed or self._launching:
@@ -267,7 +267,7 @@ class Agent:
         await self._hold(worker, reader, writer)
 
     def _is_leaving(self, writer: asyncio.StreamWriter) -> bool:
-        """True if the host takes nothing new; the other end gets the reason then."""
+        """True if the host takes nothing new; the other end then gets the reason."""
         if self.leaving.is_set():
             write_line(writer, error="this host is leaving the cluster")
         return self.leaving.is_set()

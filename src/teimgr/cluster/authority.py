@@ -81,7 +81,8 @@ class FleetAuthority:
         return fingerprint(self._signing().certificate)
 
     def issue(self, request_pem: bytes, name: FleetName) -> bytes:
-        """A certificate for `name` and the key of a signing request (CSR), as PEM. Names in the request do not count.
+        """Issue a certificate for `name` and the key of a signing request (CSR), as PEM. Names in the request do not
+        count.
 
         Raises:
             InvalidInput: it is not a signing request for a key of P-256 or P-384, signed by that key.
@@ -89,7 +90,7 @@ class FleetAuthority:
         return _pem(self._sign(self.key_of(request_pem), name))
 
     def key_of(self, request_pem: bytes) -> ec.EllipticCurvePublicKey:
-        """The key of a signing request. Raises as `issue`."""
+        """Return the key of a signing request. Raises like `issue`."""
         if len(request_pem) > MAX_REQUEST_BYTES:
             raise InvalidInput(f"certificate request of {len(request_pem)} bytes, at most {MAX_REQUEST_BYTES}")
         try:
@@ -103,12 +104,12 @@ class FleetAuthority:
         return key
 
     def issue_own(self, name: FleetName) -> tuple[bytes, bytes]:
-        """A new key and its certificate, both PEM, for a process beside the authority."""
+        """Make a key and its certificate, both PEM, for a process on the authority's host."""
         key = ec.generate_private_key(ec.SECP256R1())
         return private_pem(key), _pem(self._sign(key.public_key(), name))
 
     def maintain(self) -> bool:
-        """Begin a new generation where the last one is old, and drop those that nothing is signed by any more.
+        """Begin a new generation if the last one is old, and drop generations whose certificates have all expired.
 
         True if the trusted authorities have changed. Call at least once a day.
         """
@@ -194,7 +195,7 @@ def fingerprint(certificate: x509.Certificate) -> str:
 
 
 def new_request() -> tuple[bytes, bytes]:
-    """A new private key, which never leaves its node, and a signing request for it, both PEM."""
+    """Make a private key, which never leaves its node, and a signing request for it, both PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
     return private_pem(key), request.public_bytes(serialization.Encoding.PEM)

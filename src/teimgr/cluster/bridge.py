@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class BridgeLost(Unavailable):
-    """Ray cannot be reached now; what was asked may have been done or not."""
+    """Ray cannot be reached now; the operation may or may not have been done."""
 
 
 class ActorExists(Exception):
@@ -38,7 +38,7 @@ class ActorExists(Exception):
 
 
 class ActorAbsent(Exception):
-    """No actor has this name."""
+    """An actor with this name does not exist."""
 
 
 class ActorLost(Exception):
@@ -46,7 +46,7 @@ class ActorLost(Exception):
 
 
 class RayRefused(Unavailable):
-    """Ray did not do what was asked; the message is its reason."""
+    """Ray did not do the operation; the message is its reason."""
 
 
 class AnswerLate(Exception):

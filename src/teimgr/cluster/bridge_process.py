@@ -136,7 +136,7 @@ class BridgeProcess:
         await asyncio.to_thread(ray.kill, actor, no_restart=True)
 
     async def _names(self, prefix: str) -> list[str]:
-        """The names of the actors that are alive or being created."""
+        """Return the names of the actors that are alive or being created."""
         names = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
         return sorted(
             each["name"] for each in names if each["namespace"] == NAMESPACE and each["name"].startswith(prefix)

@@ -123,10 +123,10 @@ class Enrolment:
     def create_token(
         self, fingerprint: str, node: str | None = None, life_s: float = DEFAULT_TOKEN_LIFE_S
     ) -> JoinToken:
-        """A token for one node, to be used within `life_s` seconds; one for a `node` may also replace that node.
+        """Create a token for one node, to be used within `life_s` seconds; one for a `node` may also replace that node.
 
         Raises:
-            ValidationError: the name, the life, or the number of tokens that were not used yet exceeds its limit.
+            ValidationError: the name, the life, or the number of unused tokens exceeds its limit.
         """
         if node is not None:
             check_node_name(node)
@@ -141,13 +141,13 @@ class Enrolment:
         return token
 
     def check(self, token: JoinToken, node: str) -> TokenRecord:
-        """The record of a token that `redeem` would use up for the node.
+        """Return the record of a token that `redeem` would use up for the node.
 
         Raises:
             Unauthenticated: the token is unknown, expired, or was used.
             Forbidden: it is for another node, or a node of this name is in the fleet and the token is not for it, or
                 it is the daemon's own.
-            ValidationError: `node` is not a name of a node, or the fleet has as many as it may.
+            ValidationError: `node` is not a name of a node, or the fleet has the maximum number of nodes.
         """
         check_node_name(node)
         record = self._tokens.get(token.id)
@@ -193,7 +193,7 @@ class Enrolment:
             self._commit(nodes={**self._nodes, node: replace(record, renewed_at=now)})
 
     def remove(self, node: str) -> bool:
-        """Take the node out of the fleet: its certificates do not count any more. False where it was not in it."""
+        """Take the node out of the fleet: its certificates do not count any more. False if it was not in the fleet."""
         if node not in self._nodes:
             return False
         self._commit(

@@ -1,4 +1,4 @@
-"""What a host is described by: its name, versions, labels, cores, memory and cards."""
+"""The description of a host: its name, versions, labels, cores, memory and cards."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def disk_problem(folders: Sequence[Path]) -> str:
 
 
 def _free_for_models() -> int | None:
-    """Bytes that are free in the hub's cache; None if the file system cannot be read."""
+    """Return the free bytes in the hub's cache; None if the file system cannot be read."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return _free_bytes(Path(HF_HUB_CACHE))
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Bytes that are free where a folder is, or will be; None if the file system cannot be read."""
+    """Return the free bytes at the place of a folder, which may be missing; None if the file system cannot be read."""
     path = folder.absolute()
     try:
         return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free

@@ -1,6 +1,7 @@
-"""A connection between two hosts of a fleet, for what is too large for Ray: logs, files of models, forwarded ports.
+"""A connection between two hosts of a fleet, for data that is too large for Ray: logs, files of models, forwarded
+ports.
 
-Over mutual TLS, with messages as `wire/json_messages.py` has them. A stream of bytes is pieces behind their length, up
+It uses mutual TLS and the messages of `wire/json_messages.py`. A stream of bytes is pieces, each after its length, up
 to an empty one: TLS has no half-close.
 """
 
@@ -59,7 +60,7 @@ class HostServices:
 class HostLink:
     """One end of a connection. `peer` is the name in the other end's certificate, `host` its name for messages.
 
-    All methods raise Unavailable where the connection breaks or a limit passes.
+    All methods raise Unavailable if the connection breaks or a limit passes.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: FleetName, host: str) -> None:
@@ -77,7 +78,7 @@ class HostLink:
         await self._drain()
 
     async def receive(self, limit_s: float = ANSWER_LIMIT_S) -> dict[str, Any]:
-        """The next message. An error that the peer reports is raised as its own class."""
+        """Return the next message. An error that the peer reports is raised as its own class."""
         try:
             async with asyncio.timeout(limit_s):
                 size = unpack_length(await self._reader.readexactly(LENGTH_BYTES))
@@ -102,7 +103,7 @@ class HostLink:
             raise Unavailable(f"{self.host}: the connection was lost: {error or 'no progress'}") from error
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """What the peer sends by `send_piece`, to its end, however long that takes."""
+        """Yield the peer's pieces sent by `send_piece`, to its end, however long that takes."""
         try:
             while True:
                 (left,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
@@ -138,11 +139,11 @@ class HostLink:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
 
     async def close(self) -> None:
-        """Close at once; what was not sent yet is dropped. Never raises."""
+        """Close at once; unsent data is dropped. Never raises."""
         self._writer.transport.abort()
 
     async def finish(self, limit_s: float = 1.0) -> None:
-        """Close when what waits is sent, at the latest after this time."""
+        """Close when waiting data is sent, at the latest after this time."""
         self._writer.close()
         try:
             async with asyncio.timeout(limit_s):

@@ -26,7 +26,7 @@ NAMESPACE = "teimgr"
 
 
 async def read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next message; None at the end of the stream, or if it is broken."""
+    """Return the next message; None at the end of the stream, or if it is broken."""
     try:
         return await read_line(reader)
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ class HeldWorker:
 
 
 def exit_to_dict(exit: Exit) -> dict[str, Any]:
-    """An exit as plain values, with the last lines of its log: the file is on the worker's host."""
+    """Return an exit as plain values, with the last lines of its log: the file is on the worker's host."""
     return {
         "status": exit.status,
         "report": asdict(exit.report) if exit.report else None,
@@ -83,7 +83,8 @@ class Versions:
     torch: str
 
     def differences(self, other: Versions) -> str:
-        """`teimgr 0.2 (here 0.3)` for each that differs from `other`, the daemon's; empty if none does."""
+        """Return `teimgr 0.2 (here 0.3)` for each version that differs from `other`, the daemon's; empty if all are
+        equal."""
         ours, theirs = asdict(other), asdict(self)
         return ", ".join(f"{name} {theirs[name]} (here {ours[name]})" for name in ours if ours[name] != theirs[name])
 

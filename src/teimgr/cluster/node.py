@@ -77,7 +77,7 @@ class NodeOptions:
 
 
 def main(options: NodeOptions) -> int:
-    """Be a host of the cluster until a signal or `teimgr node leave`; the result is the exit status."""
+    """Be a host of the cluster until a signal or `teimgr node leave`; return the exit status."""
     logs.setup("info", "json")
     raise_file_limit()
     try:
@@ -200,7 +200,7 @@ class Node:
 
     @property
     def _enrolment(self) -> tuple[str, int]:
-        """Host and port of the daemon's enrolment."""
+        """Return host and port of the daemon's enrolment."""
         host, _, port = self._options.head.rpartition(":")
         return host.strip("[]"), self._options.enrolment_port or int(port) + 1
 
@@ -223,7 +223,7 @@ class Node:
 
 
 async def leave(state_dir: Path) -> AsyncIterator[int]:
-    """Have the host of `state_dir` leave; yields the number of its workers as they become fewer, 0 at last.
+    """Make the host of `state_dir` leave; yields the number of its workers as they become fewer, 0 at last.
 
     Raises:
         Unavailable: no `teimgr node join` runs with this folder, or it ended.
@@ -246,7 +246,7 @@ async def leave(state_dir: Path) -> AsyncIterator[int]:
 
 
 def _address_towards(head: str) -> str:
-    """The address of this host from which it reaches the head. Raises Unavailable."""
+    """Return the address of this host from which it reaches the head. Raises Unavailable."""
     host, _, port = head.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

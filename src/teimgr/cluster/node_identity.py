@@ -41,12 +41,12 @@ _MIN_PAUSE_S = 60.0
 
 
 async def admission(host: str, port: int, identity: FleetIdentity, token: str, versions: Versions) -> str:
-    """Be admitted to the fleet by the certificate that this node has, else by a join token; the result is Ray's token.
+    """Be admitted to the fleet by the certificate that this node has, else by a join token; return Ray's token.
 
-    With a certificate a token is not needed, and tried only where that one is refused, as after a removal.
+    With a certificate a token is not needed, and tried only if the certificate is refused, as after a removal.
 
     Raises:
-        InvalidConfig: there is neither. Others as `join`.
+        InvalidConfig: there is neither. For others see `join`.
     """
     if has_certificate(identity):
         try:
