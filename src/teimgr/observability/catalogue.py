@@ -275,7 +275,7 @@ GPU_INSTANCE_MEMORY = _gpu(
 
 
 def to_markdown() -> str:
-    """The text of docs/metrics.md."""
+    """Return the text of docs/metrics.md."""
     lines = [
         "# Metrics",
         "",

@@ -37,7 +37,7 @@ def add(page: Page, family: Family, value: float, **labels: str) -> None:
 def histogram(
     bounds: Sequence[float], counts: Sequence[int], total: float, labels: Mapping[str, str] | None = None
 ) -> Iterator[Sample]:
-    """The samples of a histogram; `counts` are per bucket, the last one above all bounds; `total` is the sum."""
+    """Return the samples of a histogram; `counts` are per bucket, the last one above all bounds; `total` is the sum."""
     labels = labels or {}
     limits = (*(repr(float(bound)) for bound in bounds), "+Inf")
     running = list(accumulate(counts))
@@ -48,7 +48,7 @@ def histogram(
 
 
 def text(page: Page, *, helps: bool = True) -> str:
-    """The page in Prometheus' text format; TEI's pages have no HELP lines."""
+    """Return the page in Prometheus' text format; TEI's pages have no HELP lines."""
     lines: list[str] = []
     written: dict[int, str] = {}  # labels that families share, once for all: series of thousands of instances
     for family, samples in page.items():
@@ -73,10 +73,10 @@ _KEPT_EVERY = 3
 
 
 def condensed(page: Page) -> Page:
-    """The page with fewer series: for Prometheus stores each bucket of each instance as its own series.
+    """Return the page with fewer series: for Prometheus stores each bucket of each instance as its own series.
 
-    Of histograms of workers with more than `MAX_BUCKETS` buckets every third is kept, and +Inf; those of embedded and
-    of classified inputs are left out as long as there were none.
+    In histograms of workers with more than `MAX_BUCKETS` buckets every third is kept, and +Inf; the histograms of
+    embedded and of classified inputs are left out as long as they are empty.
     """
     return {family: list(_condensed(family, samples)) for family, samples in page.items()}
 
@@ -119,7 +119,7 @@ def to_json(page: Page) -> list[dict[str, Any]]:
 
 
 def pack(page: Page) -> dict[str, list[list[Any]]]:
-    """The page as plain values for another process; the inverse is `unpack`."""
+    """Return the page as plain values for another process; the inverse is `unpack`."""
     return {family.name: [list(sample) for sample in samples] for family, samples in page.items() if samples}
 
 
@@ -133,7 +133,7 @@ def unpack(values: Mapping[str, Iterable[Sequence[Any]]], **more: str) -> Page:
 
 
 def added(pages: Iterable[Page]) -> Page:
-    """The sum of pages: samples with the same labels are added."""
+    """Return the sum of pages: samples with the same labels are added."""
     whole: dict[Family, dict[tuple[str, frozenset[tuple[str, str]]], Sample]] = defaultdict(dict)
     for page in pages:
         for family, samples in page.items():

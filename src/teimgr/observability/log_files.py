@@ -1,4 +1,4 @@
-"""Reading a log and its rotated files: slices by line numbers, and what is appended.
+"""Reading a log and its rotated files: slices by line numbers, and appended lines.
 
 A log is read across its rotated files. A follower identifies a file by its first bytes, which start with a time:
 rotation moves its content to `.1`, `.2`, …, by renaming or by copying, and the follower continues there.
@@ -30,17 +30,17 @@ class Piece(NamedTuple):
 
 
 def rotated(log: Path) -> Iterator[Path]:
-    """The rotated files of a log, newest first."""
+    """Return the rotated files of a log, newest first."""
     return takewhile(Path.exists, (log.with_name(f"{log.name}.{number}") for number in count(1)))
 
 
 def pieces(log: Path) -> list[Piece]:
-    """The files of a log, oldest first; empty without any."""
+    """Return the files of a log, oldest first; empty if it has none."""
     return [piece for path in reversed((log, *rotated(log))) if (piece := _scan(path)) is not None]
 
 
 def read_lines(parts: list[Piece], start: int, end: int) -> Iterator[str]:
-    """Lines [start, end) of all files; invalid UTF-8 is replaced, lines over `LINE_LIMIT_BYTES` are cut."""
+    """Return lines [start, end) of all files; invalid UTF-8 is replaced, lines over `LINE_LIMIT_BYTES` are cut."""
     before = 0
     for path, lines, *_ in parts:
         first, last = max(start - before, 0), min(end - before, lines)
@@ -73,7 +73,7 @@ def _read_from(path: Path, skip: int) -> Iterator[str]:
 
 
 def _skip_rest(file: BinaryIO) -> bool:
-    """Seek to the next line; false where this one had no more bytes."""
+    """Seek to the next line; false if the present one had no more bytes."""
     some = False
     while rest := file.readline(CHUNK_BYTES):
         some = True
@@ -102,7 +102,7 @@ class Gap:
 
 
 class Follower:
-    """Reads what is appended to `log`, from `position` in the file of that name.
+    """Reads the lines appended to `log`, from `position` in the file of that name.
 
     It holds one unfinished line of at most `LINE_LIMIT_BYTES`, and reads at most one chunk at a time.
     """
@@ -116,7 +116,7 @@ class Follower:
         self._skipping = False
 
     def read(self) -> list[str | Gap]:
-        """The lines completed since the last call, at most a chunk; possibly empty."""
+        """Return the lines completed since the last call, at most a chunk; possibly empty."""
         found: list[str | Gap] = []
         files = [*reversed([*rotated(self._log)]), self._log]
         at = self._find(files)
@@ -144,7 +144,7 @@ class Follower:
             return None
 
     def _find(self, files: list[Path]) -> int | None:
-        """The index of the current file in `files`, oldest first; None when it was rotated away."""
+        """Return the index of the current file in `files`, oldest first; None if it was rotated away."""
         newest_first = range(len(files) - 1, -1, -1)
         if self._head:
             return next((at for at in newest_first if _begins(files[at], self._head, self._position)), None)

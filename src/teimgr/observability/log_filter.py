@@ -1,4 +1,4 @@
-"""Which lines of a log are wanted: by level, and by time."""
+"""Selects lines of a log by level and by time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LogFilter:
 
     @classmethod
     def of(cls, level: str | None, since: str | None) -> LogFilter:
-        """The filter of a query: the name of a level, and a time in RFC 3339 or in seconds ago.
+        """Make the filter of a query: the name of a level, and a time in RFC 3339 or in seconds ago.
 
         Raises:
             ValidationError: an unknown level or an invalid time.
@@ -41,7 +41,7 @@ class LogFilter:
         return self.level is None and self.since is None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for another host."""
+        """Return plain values, for another host."""
         return {"level": self.level, "since": self.since.isoformat() if self.since else None}
 
     @classmethod
@@ -66,7 +66,7 @@ class LogFilter:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The event of a line; None if the line is not JSON."""
+    """Return the event of a line; None if the line is not JSON."""
     try:
         event = orjson.loads(line) if line.startswith("{") else {}
     except ValueError:
@@ -75,7 +75,7 @@ def event_of(line: str) -> dict[str, Any] | None:
 
 
 def time_of(event: Mapping[str, Any]) -> datetime | None:
-    """The time of a log line, where it has one: `ts` of ours, `timestamp` of TEI's."""
+    """Return the time of a log line, if it has one: `ts` of ours, `timestamp` of TEI's."""
     text = event.get("ts", event.get("timestamp"))
     try:
         return _aware(datetime.fromisoformat(text)) if isinstance(text, str) else None

@@ -1,7 +1,7 @@
-"""Logs of instances as they are read: of one host, in its folder, or of several hosts in one order.
+"""Readers for logs of instances: of one host, in its folder, or of several hosts in one order.
 
 Each host has one log per instance, which all replicas there write. The logs of several hosts are merged by the times of
-their lines; a line without one, as of a traceback, stays behind the line before it.
+their lines; a line without a time, as in a traceback, stays after the line before it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Batch = list[str | Gap]
 
 
 class OpenLog(Protocol):
-    """A log as of one moment, and what follows. `total` lines are in it, of those that its filter takes."""
+    """A log as of one moment, and the lines that follow. `total` is the number of its lines that pass the filter."""
 
     total: int
 
@@ -56,7 +56,7 @@ class OpenLog(Protocol):
         """Yield the lines appended from that moment on; an empty batch at intervals."""
 
     async def close(self) -> None:
-        """Release what was opened; `past` and `live` have ended."""
+        """Release opened resources; `past` and `live` have ended."""
 
 
 class LogSource(Protocol):
@@ -99,7 +99,7 @@ class LocalLogs:
 
 
 class LocalLog:
-    """One log file and its rotated ones. Files are read on a thread, no faster than the lines are taken."""
+    """One log file and its rotated ones. Files are read on a thread, no faster than the lines are consumed."""
 
     unread: Sequence[str] = ()
 
@@ -111,7 +111,7 @@ class LocalLog:
 
     @classmethod
     def read(cls, path: Path, filter: LogFilter, *, follow: bool) -> LocalLog | None:
-        """The log at `path`, or None. Blocking, as it counts the lines."""
+        """Return the log at `path`, or None. Blocking, as it counts the lines."""
         parts, size = pieces(path), 0
         if not parts:
             return None
@@ -138,7 +138,7 @@ class LocalLog:
                 await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
-        """No file is held open."""
+        """Do nothing: no file is held open."""
 
 
 def _lines(parts: list[Piece], filter: LogFilter, start: int, end: int | None) -> Iterator[str]:
@@ -150,7 +150,7 @@ def _lines(parts: list[Piece], filter: LogFilter, start: int, end: int | None) -
 
 
 def _batch(lines: Iterator[str]) -> Batch:
-    """The next lines, at least one while there are any; a batch is bounded in number and in size."""
+    """Return the next lines, at least one while there are any; a batch is bounded in number and in size."""
     batch: Batch = []
     chars = 0
     for line in lines:
@@ -162,17 +162,17 @@ def _batch(lines: Iterator[str]) -> Batch:
 
 
 class FleetLogs:
-    """The logs of all hosts: those of this one, and of `others`, which are asked again for each log."""
+    """The logs of all hosts: of this host, and of `others`, which is called again for each log."""
 
     def __init__(self, local: LogSource, others: Callable[[], Sequence[LogSource]] = tuple) -> None:
         self._local = local
         self._others = others
 
     async def open(self, name: str, filter: LogFilter, *, follow: bool) -> OpenLog | None:
-        """The log of an instance on all hosts that have one; None if none does.
+        """Return the log of an instance on all hosts that have one; None if no host has one.
 
         Raises:
-            Unavailable: none has one, and some did not answer.
+            Unavailable: no host has one, and some did not answer.
         """
         if not self._others():
             return await self._local.open(name, filter, follow=follow)
@@ -205,7 +205,7 @@ class MergedLog:
         return [*self._problems.values()]
 
     async def open(self) -> bool:
-        """Open the log of each host; whether one of them has it."""
+        """Open the log of each host; return whether one of them has it."""
         sources = self._sources()
         found = await asyncio.gather(*map(self._open, sources))
         self._seen = {source.host for source in sources}
@@ -229,7 +229,7 @@ class MergedLog:
         return Gap(text)
 
     async def past(self, start: int, end: int) -> AsyncGenerator[Batch]:
-        """Lines [start, end) of all hosts together.
+        """Yield lines [start, end) of all hosts together.
 
         No host has more than `wanted` of the lines from `start` on, so each is read from `wanted` before its end.
         """
@@ -258,7 +258,7 @@ class MergedLog:
                 yield batch
 
     async def _merged(self, logs: dict[str, tuple[OpenLog, int]]) -> AsyncGenerator[str | Gap]:
-        """All lines in the order of time. One batch of each host is held."""
+        """Yield all lines in the order of time. One batch of each host is held."""
         streams = {host: _Timed(each.past(start, each.total)) for host, (each, start) in logs.items()}
         heap: list[tuple[datetime, int, str]] = []
         order = {host: number for number, host in enumerate(streams)}
@@ -300,7 +300,7 @@ class MergedLog:
             await asyncio.wait(ending)
 
     async def _pump(self, host: str, opened: OpenLog, queue: asyncio.Queue[tuple[str, Batch | None]]) -> None:
-        """Pass on what one host sends, until it fails: then a `Gap`, and None."""
+        """Pass on the lines of one host until it fails: then a `Gap`, and None."""
         try:
             async with aclosing(opened.live()) as batches:
                 async for batch in batches:
@@ -312,7 +312,7 @@ class MergedLog:
     async def _look_for_more(
         self, tasks: dict[str, asyncio.Task[None]], queue: asyncio.Queue[tuple[str, Batch | None]]
     ) -> None:
-        """Follow the log on hosts where there was none, or that did not answer; a new one from its last lines on."""
+        """Follow the log on hosts that lacked it or did not answer; a new one from its last lines on."""
         while True:
             await asyncio.sleep(_LOOK_S)
             for source in self._sources():
@@ -344,7 +344,7 @@ class _Timed:
         self._moment = _EARLIEST
 
     async def advance(self) -> datetime | None:
-        """Go to the next line; its time, or that of the line before where it has none; None at the end."""
+        """Go to the next line; return its time, or that of the line before if it has none; None at the end."""
         item = next(self._items, None)
         while item is None:
             batch = await anext(self._batches, None)

@@ -119,7 +119,7 @@ def keep_in_file(path: Path, limit_bytes: int, keep: int) -> None:
 
 
 def write_stacks_on_signal() -> None:
-    """Have `STACKS_SIGNAL` write the stacks of all threads to standard error, whatever the interpreter is doing."""
+    """Make `STACKS_SIGNAL` write the stacks of all threads to standard error, even while the interpreter is busy."""
     faulthandler.register(STACKS_SIGNAL, file=2)
 
 
@@ -141,7 +141,7 @@ def parse_levels(text: str) -> dict[str, int]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The `extra` fields of the event in order, then those of the request context."""
+    """Return the `extra` fields of the event in order, then those of the request context."""
     context = CURRENT.get()
     fields = {name: value for name, value in vars(record).items() if name not in _OWN}
     return fields if context is None else fields | context.log_fields()
@@ -256,7 +256,7 @@ class _Handler(logging.StreamHandler[TextIO]):
             self.handleError(record)
 
     def _missing(self) -> str:
-        """The line about the events that were dropped."""
+        """Return the line about the events that were dropped."""
         text = f"{self._unwritten} events are missing here: the reader of this log had stopped"
         self._unwritten = 0
         event = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
@@ -279,14 +279,14 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class _FileHandler(logging.StreamHandler[TextIO]):
-    """The handler of `keep_in_file`. What a full disk refuses is on standard output alone."""
+    """The handler of `keep_in_file`. Events that a full disk refuses are only on standard output."""
 
     def close(self) -> None:
         self.stream.close()
         super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the name of logging
-        """Nothing: the other handler has the event."""
+        """Do nothing: the other handler has the event."""
 
 
 def _paint(stream: TextIO) -> Paint:
@@ -307,7 +307,8 @@ class LogSpan:
     end: int
 
     def read(self, limit_bytes: int) -> list[str]:
-        """The last lines, at most `limit_bytes` bytes; a log that was truncated meanwhile counts from its beginning."""
+        """Return the last lines, at most `limit_bytes` bytes; a log that was truncated meanwhile counts from its
+        beginning."""
         start = self.start if self.start <= self.end else 0
         try:
             with self.path.open("rb") as file:
@@ -320,12 +321,12 @@ class LogSpan:
 
 @dataclass(frozen=True, slots=True)
 class LogLines:
-    """The last lines of a log on another host; read as a `LogSpan` is."""
+    """The last lines of a log on another host; read like a `LogSpan`."""
 
     lines: tuple[str, ...]
 
     def read(self, limit_bytes: int) -> list[str]:
-        """The last lines, at most about `limit_bytes` bytes."""
+        """Return the last lines, at most about `limit_bytes` bytes."""
         kept, size = 0, 0
         for line in reversed(self.lines):
             size += len(line.encode()) + 1
@@ -356,14 +357,14 @@ def set_log_aside(folder: Path, name: str) -> None:
 
 
 def log_path(folder: Path, name: str) -> Path:
-    """The log of an instance, also of one that is gone and whose log was set aside."""
+    """Return the path of the log of an instance, also if the instance is gone and its log was set aside."""
     path = folder / f"{name}.log"
     gone = folder / GONE / path.name
     return gone if gone.exists() and not path.exists() else path
 
 
 def _beside_log(folder: Path, name: str) -> list[Path]:
-    """Rotated files and crash reports of an instance."""
+    """Return the rotated files and crash reports of an instance."""
     replica_and_time = re.compile(rf"{re.escape(name)}-\d+-[^-]*\.json")
     reports = [each for each in folder.glob("crashes/*.json") if replica_and_time.fullmatch(each.name)]
     return [*reports, *(each for each in folder.glob(f"{name}.log.*") if each.suffix[1:].isdecimal())]
@@ -429,12 +430,12 @@ async def rotate_regularly(paths: Callable[[], Iterable[Path]], limit_bytes: int
 
 
 def last_line(path: Path) -> str:
-    """The last line that is not blank, cut to 300 characters; "" without one."""
+    """Return the last line that is not blank, cut to 300 characters; "" without one."""
     return _last_line(path)[:_TAIL_CHARS]
 
 
 def last_warning(path: Path) -> str:
-    """The last line if it may explain an exit: not a log event below warning."""
+    """Return the last line if it may explain an exit: it is not a log event below warning."""
     line = _last_line(path)
     if line.startswith(_DUMP_ENDS) and (fatal := _fatal_error(_tail(path, _DUMP_BYTES))):
         return fatal
@@ -446,7 +447,7 @@ def last_warning(path: Path) -> str:
 
 
 def _fatal_error(text: str) -> str:
-    """The last fatal error of Python in a log, as `faulthandler` writes it, with the place; empty without one."""
+    """Return the last fatal error of Python in a log, as `faulthandler` writes it, with the place; "" without one."""
     found = next(reversed(list(_FATAL.finditer(text))), None)
     if found is None:
         return ""

@@ -52,7 +52,7 @@ class LoopWatchdog:
             self._running.release()
 
     def alarms(self) -> list[str]:
-        """A sentence about the last time the loop was held, for ten minutes."""
+        """Return a sentence about the last time the loop was held, for ten minutes."""
         if self._last is None or time.monotonic() - self._last[0] > _ALARM_S:
             return []
         return [self._last[1]]
@@ -137,7 +137,7 @@ class LoopWatchdog:
         log.warning("event loop held", extra={**fields, "doing": doing, "stack": stack})
 
     def _holder(self, *, runs_itself: bool) -> FrameType | None:
-        """The stack of what holds the loop: that of another thread with a request if the loop's own does not run."""
+        """Return the stack that holds the loop: another thread's with a request if the loop's own does not run."""
         frames = sys._current_frames()
         frames.pop(threading.get_ident(), None)
         own = frames.pop(self._loop_thread, None)
@@ -149,8 +149,8 @@ class LoopWatchdog:
 class _ThreadTimes:
     """How long the thread that makes this has run, and waited for a processor; for any thread, until `close`.
 
-    Asked ten times a second in every process: the clock is read with the GIL, and the file that stays open in one call,
-    as each call that gives the GIL away has to wait for it again.
+    It is read ten times a second in every process. The clock is read with the GIL, and the file that stays open in one
+    call, because each call that releases the GIL has to wait for it again.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ def _stack(frame: FrameType | None) -> str:
 
 
 def _doing(frame: FrameType | None) -> str:
-    """The innermost request or call among the variables of a stack, with its size and its caller's key, and the
+    """Return the innermost request or call among the variables of a stack, with its size and its caller's key, and the
     function that runs."""
     if frame is None:
         return ""
@@ -196,7 +196,7 @@ def _doing(frame: FrameType | None) -> str:
 
 
 def _request_in(frame: FrameType) -> str:
-    """The innermost request, call or body that is parsed, with its size; may be empty."""
+    """Return the innermost request, call or body that is parsed, with its size; may be empty."""
     for one in _outwards(frame):
         values = one.f_locals
         for name in ("request", "call"):

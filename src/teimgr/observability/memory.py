@@ -22,12 +22,13 @@ _PF_FORKNOEXEC = 0x40
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, shared parts included; 0 where /proc is missing."""
+    """Return the resident memory of this process, including shared parts; 0 if /proc is missing."""
     return resident_bytes_of(os.getpid()) or 0
 
 
 def resident_bytes_of(pid: int) -> int | None:
-    """Resident memory of a process, shared parts included, as `resident_bytes`; None if it cannot be read."""
+    """Return the resident memory of a process, including shared parts, like `resident_bytes`; None if it cannot be
+    read."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):
@@ -48,9 +49,10 @@ def proc_sizes(pid: int | str, file: str) -> dict[str, int]:
 
 
 def private_bytes(sizes: dict[str, int]) -> int | None:
-    """Memory that only this process has and its end gives back, from its `smaps_rollup`; None if it is not reported.
+    """Return the memory that only this process has and its end gives back, from its `smaps_rollup`; None if not
+    reported.
 
-    Pages of mapped files, such as weights, are not among it: they are page cache, which the kernel gives up first.
+    Pages of mapped files, such as weights, are not counted: they are page cache, which the kernel gives up first.
     """
     known = [sizes[key] for key in ("Private_Dirty", "Swap") if key in sizes]
     return sum(known) if known else None
@@ -129,7 +131,7 @@ def young_collections_alone() -> Iterator[None]:
 
 
 def collect_garbage_rarely() -> None:
-    """Exclude what is allocated so far from garbage collection, and look for cycles less often: calls make few.
+    """Exclude present objects from garbage collection, and look for cycles less often: calls make few.
 
     With CPython's default the collector takes some percent of the time of short calls, and each full collection stops
     the daemon, or a worker with MiniLM, for 60 to 80 ms.
@@ -158,9 +160,9 @@ _GROWTH_SINCE_BYTES = 16 * 2**20
 class MemoryReturn:
     """Trims this process's heap when it was idle for `idle_s` after work and has grown, until `stop`.
 
-    Given back during work, memory would only be taken again.
+    If memory were given back during work, it would only be taken again.
 
-    `trims` counts, for tests. Where the C library has no `malloc_trim` nothing happens.
+    `trims` counts, for tests. If the C library lacks `malloc_trim`, nothing happens.
     """
 
     def __init__(self, idle_s: float = IDLE_S, work_s: float = _WORK_S) -> None:

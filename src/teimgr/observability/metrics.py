@@ -56,7 +56,7 @@ class DaemonMetrics:
         self._muxes.pop(mux, None)
 
     async def page(self) -> Page:
-        """All metrics, those of `sources` included, in the order of the catalogue."""
+        """Return all metrics, including those of `sources`, in the order of the catalogue."""
         self.set(catalogue.DAEMON_MEMORY, resident_bytes())
         own = {
             family: [
@@ -88,7 +88,7 @@ class DaemonMetrics:
                 self._collectors[family].remove(*labels)
 
     def _series(self, kind: type[CollectorT], family: Family, labels: tuple[str, ...]) -> CollectorT:
-        """The collector of `family` for these labels; families are registered on first use."""
+        """Return the collector of `family` for these labels; families are registered on first use."""
         known = self._labelled.get((family, labels))
         if known is None:
             known = self._labelled[family, labels] = self._new_series(kind, family, labels)

@@ -81,7 +81,7 @@ class CallStats(NamedTuple):
     output_dtype: str = "f32"
 
     def pack(self) -> bytes:
-        """The bytes that precede a reply in its frame."""
+        """Return the bytes that precede a reply in its frame."""
         return _STATS.pack(*self[:9]) + self.output_dtype.encode()
 
     @classmethod
@@ -93,8 +93,8 @@ class CallStats(NamedTuple):
 class RequestContext:
     """Request id, tenant, the parent span of our work and, in workers, the statistics of a call.
 
-    `tenant` is the number of the caller's key in `wire/tenants/table.py`, 0 without one; `meter` is who charges it
-    where another host has admitted the caller (`worker/remote_tenants.py`).
+    `tenant` is the number of the caller's key in `wire/tenants/table.py`, 0 without one; `meter` charges it if another
+    host has admitted the caller (`worker/remote_tenants.py`).
     """
 
     __slots__ = ("_packed", "_request_id", "_trace", "meter", "stats", "tenant")
@@ -126,7 +126,7 @@ class RequestContext:
 
     @classmethod
     def from_headers(cls, headers: Mapping[str, str]) -> RequestContext:
-        """The context in a client's headers; with a generated id where they have no valid one."""
+        """Return the context in a client's headers; with a generated id if they lack a valid one."""
         if not headers:
             return cls(_new_id())
         traceparent = headers.get(TRACEPARENT)
@@ -148,7 +148,7 @@ class RequestContext:
         self.meter = meter
 
     def pack(self) -> bytes:
-        """The bytes that precede a request in its frame."""
+        """Return the bytes that precede a request in its frame."""
         if self._packed is None:
             if self._trace is None:
                 head = _of_tenant(self.tenant) if self.tenant else _NO_TRACE
@@ -165,7 +165,7 @@ class RequestContext:
         return cls("", packed=block)
 
     def log_fields(self) -> dict[str, str]:
-        """`request_id` and, within a trace, `trace_id` and `span_id`."""
+        """Return `request_id` and, within a trace, `trace_id` and `span_id`."""
         if self.trace is None:
             return {"request_id": self.request_id}
         trace_id, span_id, _ = self.trace
@@ -191,7 +191,7 @@ class RequestContext:
         """Receive packed `CallStats` with a reply from a worker of `instance`; a context with a span makes more."""
 
     def end(self, attributes: Attributes, error: str | None = None, name: str | None = None) -> None:
-        """End the call's span, where it has one; `error` marks a failure that the caller did not cause."""
+        """End the call's span, if it has one; `error` marks a failure that the caller did not cause."""
 
 
 @functools.cache  # there are some hundreds of them
@@ -200,16 +200,16 @@ def _of_tenant(tenant: int) -> bytes:
 
 
 class Telemetry:
-    """Creates the request context of each call; this one makes no spans, that of `telemetry.py` does."""
+    """Creates the request context of each call. This class does not make spans; the one in `telemetry.py` does."""
 
     is_on = False
 
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestContext:
-        """The context of a call with these headers; where `is_on`, `RequestContext.end` must be called."""
+        """Return the context of a call with these headers; if `is_on`, `RequestContext.end` must be called."""
         return RequestContext.from_headers(headers)
 
     def close(self) -> None:
-        """Export what is pending. Blocks."""
+        """Export pending spans. Blocks."""
 
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
@@ -217,7 +217,7 @@ CURRENT: ContextVar[RequestContext | None] = ContextVar("request_context", defau
 
 
 def current_tenant() -> int:
-    """The number of the API key of the current task's call; 0 without one."""
+    """Return the number of the API key of the current task's call; 0 without one."""
     context = CURRENT.get()
     return 0 if context is None else context.tenant
 
@@ -245,7 +245,7 @@ def use_context(context: RequestContext | None) -> Iterator[None]:
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """The client's request id if it may be logged and echoed, else a generated one."""
+    """Return the client's request id if it may be logged and echoed, else a generated one."""
     given = headers.get(REQUEST_ID)
     return given if given is not None and _VALID_ID.fullmatch(given) else _new_id()
 

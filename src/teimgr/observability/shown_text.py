@@ -1,8 +1,8 @@
-"""Text for people: control characters that callers may have put into it are shown, not obeyed; pydantic's messages in
+"""Text for display: control characters that callers may have put into it are shown, not obeyed; pydantic's messages in
 our words.
 
-An escape sequence in a model's id, a tag, a reason or a log line would else move the operator's cursor, change the
-title or the clipboard; a bidirectional override would show a name as another one.
+Otherwise an escape sequence in a model's id, a tag, a reason or a log line would move the operator's cursor, or change
+the title or the clipboard; a bidirectional override would show a name as another one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _shown(character: str, kept: str) -> str:
 
 
 def in_own_words(message: str) -> str:
-    """A message of pydantic, also of those of typer, in the words of the other messages."""
+    """Return a message of pydantic, or of typer, in the words of the other messages."""
     for theirs, ours in _WORDS:
         message = theirs.sub(ours, message, count=1)
     return message

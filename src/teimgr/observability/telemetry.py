@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: spans of calls, exported over OTLP where an endpoint is set; else W3C context passes through.
+"""OpenTelemetry traces: spans of calls, exported over OTLP if an endpoint is set; else W3C context passes through.
 
 OpenTelemetry's packages (the extra `teimgr[otel]`) are imported only with an endpoint. Workers need none of them: a
 worker's reply carries its `CallStats`, from which the mux or the daemon makes the worker's spans afterwards.
@@ -135,7 +135,7 @@ class TracedContext(RequestContext):
 
 
 def _parent(headers: Mapping[str, str]) -> Any:
-    """The client's span as an OpenTelemetry context; an empty one without valid headers."""
+    """Return the client's span as an OpenTelemetry context; an empty one without valid headers."""
     from opentelemetry.context import Context
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
 
