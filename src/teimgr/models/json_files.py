@@ -41,18 +41,18 @@ class TokenFiles:
         return self._vocabulary.get(token)
 
     def special(self, role: str) -> int | None:
-        """The id of a special token by its role, such as "mask_token"."""
+        """Return the id of a special token by its role, such as "mask_token"."""
         text = self.text(role)
         return self.id(text) if text else None
 
     def text(self, role: str) -> str:
-        """The text of a special token by its role; "" if it has none."""
+        """Return the text of a special token by its role; "" if it has none."""
         token = self.config.get(role) or self._special_map.get(role)
         text = token.get("content") if isinstance(token, dict) else token
         return text if isinstance(text, str) else ""
 
     def frame(self) -> tuple[str, str]:
-        """The special tokens before and behind a text by the template of tokenizer.json; "" without one."""
+        """Return the special tokens before and after a text by the template of tokenizer.json; "" without one."""
         own = self._file.get("post_processor") or {}
         steps = own.get("processors") or [own]
         parts: list[dict[str, Any]] = next(
@@ -63,7 +63,7 @@ class TokenFiles:
         return "".join(tokens[:at]), "".join(tokens[at:])
 
     def words(self, words: list[str]) -> tuple[int, ...]:
-        """The ids of those words that are a single token; that of unknown words if they have its name alone."""
+        """Return the ids of the words that are a single token; the unknown token's id only for its own name."""
         unknown, name = self.special("unk_token"), self.text("unk_token")
         found = (self.id(word) for word in words if word == name or self.id(word) != unknown)
         return tuple(sorted({id for id in found if id is not None}))
@@ -73,7 +73,7 @@ class TokenFiles:
         return int(setting(model, "type_vocab_size") or 0) >= 2 and self._gives_types(model)
 
     def check_types(self, model: dict[str, Any]) -> None:
-        """Raise ModelLoadFailed where the library takes the tokenizer's token types for words.
+        """Raise ModelLoadFailed if the library takes the tokenizer's token types for words.
 
         It adds the vector of the word 0 to every token then, as of a GPT-2 with BERT's tokenizer.
         """
@@ -165,7 +165,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def position_offset(config: dict[str, Any]) -> int:
-    """The first position id of a text.
+    """Return the first position id of a text.
 
     Raises:
         ModelLoadFailed: positions begin behind the padding token's id, and config.json has no token's id there.
@@ -210,12 +210,12 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
 
 
 def position_rows(config: dict[str, Any]) -> int:
-    """The tokens for which there are positions in a table; `ENDLESS` where positions are computed."""
+    """Return the tokens for which there are positions in a table; `ENDLESS` if positions are computed."""
     return _positions(config) if _has_position_table(config) else ENDLESS
 
 
 def _positions(config: dict[str, Any]) -> int:
-    """The tokens for which config.json names positions; `ENDLESS` without a number."""
+    """Return the tokens for which config.json names positions; `ENDLESS` without a number."""
     positions = setting(config, "max_position_embeddings")
     return int(positions) - position_offset(config) if positions and positions > 0 else ENDLESS
 
@@ -234,7 +234,7 @@ def _length_of_calls(settings: dict[str, Any]) -> Any:
 
 
 def checked_length(given: Any, file: str) -> int:
-    """A length limit of `file`, at most `ENDLESS`; raises ModelLoadFailed where it is not a number of at least 1."""
+    """Return a length limit of `file`, at most `ENDLESS`. Raises ModelLoadFailed unless it is whole and above 0."""
     is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
     if not is_number or not given >= 1 or (given < ENDLESS and given != int(given)):
         raise ModelLoadFailed(f"{file} has the length limit {given!r}, which should be a whole number above 0")

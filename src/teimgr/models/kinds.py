@@ -1,4 +1,4 @@
-"""The kind of a model: by its files, or by the instance's configuration where the files allow it."""
+"""The kind of a model: by its files, or by the instance's configuration if the files allow it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCORING = (Kind.RERANKER, Kind.CLASSIFIER, Kind.TOKEN_CLASSIFIER)
 
 
 def choose_kind(metadata: ModelMetadata, configured: str | None, pooling: str | None) -> Kind:
-    """The kind to serve; `configured` and `pooling` of the instance take precedence over the files.
+    """Return the kind to serve; `configured` and `pooling` of the instance take precedence over the files.
 
     Raises:
         InvalidConfig: `configured` or `pooling` contradicts the files; the message has the reason.
@@ -57,7 +57,7 @@ def _own_kind(metadata: ModelMetadata) -> Kind:
 
 
 def _kind_of_bare(metadata: ModelMetadata) -> Kind:
-    """The kind of a directory without modules.json: by the head of its architecture."""
+    """Return the kind of a directory without modules.json, by the head of its architecture."""
     if "HF_ColBERT" in metadata.architectures:
         return Kind.MULTI_VECTOR
     if is_listwise(metadata):

@@ -34,7 +34,8 @@ class KnownKeys:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def warnings(self, file: str, content: Mapping[str, Any], declared: Iterable[str] = ()) -> list[str]:
-        """A sentence for each key of `content` that is unknown and switched on; `declared` are further honoured ones.
+        """Return a sentence for each key of `content` that is unknown and switched on; `declared` are further honoured
+        ones.
 
         Raises:
             ModelLoadFailed: a key has a value that is not served.
@@ -265,7 +266,7 @@ MODULE_ROW = KnownKeys(honoured=_words("idx name path type"), only={"kwargs": (N
 
 
 def config_warnings(config: Mapping[str, Any], file: str = "config.json") -> list[str]:
-    """The unknown keys of a config.json, those of its `text_config` included.
+    """Return the unknown keys of a config.json, including those of its `text_config`.
 
     Raises:
         ModelLoadFailed: a key has a value that is not served.
@@ -309,7 +310,7 @@ class DeclaredKeys:
 
 
 def setting(config: dict[str, Any], key: str) -> Any:
-    """The value of a key of config.json by the library's reading: by another name of it, or the class's default."""
+    """Return the value of a key of config.json as the library reads it: by another name, or the class's default."""
     declared = declared_keys(str(config["model_type"])) or DeclaredKeys(frozenset())
     names = [key, *(alias for alias, name in declared.aliases.items() if name == key)]
     given = next((config[name] for name in names if name in config), None)
@@ -320,7 +321,7 @@ def setting(config: dict[str, Any], key: str) -> Any:
 
 @functools.lru_cache(maxsize=512)
 def declared_keys(model_type: str) -> DeclaredKeys | None:
-    """What the configuration class of a model type declares; None if there is no such class."""
+    """Return the keys that the configuration class of a model type declares; None if there is no such class."""
     path = _configuration_file(model_type)
     if path is None:
         return None
@@ -331,7 +332,7 @@ def declared_keys(model_type: str) -> DeclaredKeys | None:
 
 
 def _read(path: Path) -> frozenset[str]:
-    """The keys that the code beside a configuration reads from it."""
+    """Return the keys that the code of a configuration reads from it."""
     found = _OWN_READS.findall(path.read_text(encoding="utf-8"))
     for model in sorted(path.parent.glob("modeling_*.py")):
         found += _READS.findall(model.read_text(encoding="utf-8"))

@@ -148,7 +148,7 @@ def _prefixes(
 
 
 def _as_token(metadata: ModelMetadata, prefix: str) -> tuple[int | None, str]:
-    """The id of a prefix that is, or starts with, a token, and the rest of it as text."""
+    """Return the id of a prefix that is, or starts with, a token, and the rest of it as text."""
     if not prefix.strip():
         return None, prefix
     word = prefix.split(None, 1)[0]

@@ -13,7 +13,7 @@ from teimgr.spec import Kind
 
 
 class Backbone(Enum):
-    """The class of transformers that computes hidden states, and logits where its head is used.
+    """The class of transformers that computes hidden states, and logits if its head is used.
 
     ENCODER: AutoModel, without a head. MASKED_LM, SEQUENCE_CLASSIFICATION, CAUSAL_LM, TOKEN_CLASSIFICATION (a label for
     every token), SEQ2SEQ_LM (an encoder and a decoder): the Auto class of that name, with its head. STATIC: a table of
@@ -273,7 +273,7 @@ class DualEncoder:
 
 @dataclass(frozen=True, slots=True)
 class ImageEncoder(DualEncoder):
-    """A model of images alone (DINOv2): what it reads of one."""
+    """The inputs of a model that embeds only images (DINOv2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,12 +304,12 @@ class SoundEncoder:
 
 @dataclass(frozen=True, slots=True)
 class PairTemplate:
-    """The text that a language model is given of a pair.
+    """The text of a pair that is passed to a language model.
 
     It is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is truncated. Where there are
     `pieces`, it is these, each tokenized on its own, two of which end in {query} and {document}. `strips`: query and
-    document lose white space at both ends. `cuts_prefix`: what is too long
-    loses its beginning, the prefix included, where it is not cut at its end.
+    document lose white space at both ends. `cuts_prefix`: what is too long loses its beginning, the prefix included,
+    where it is not cut at its end.
     """
 
     prefix: str = ""
@@ -322,7 +322,7 @@ class PairTemplate:
 
 @dataclass(frozen=True, slots=True)
 class CausalRerank:
-    """A causal LM as reranker: the score is logit[true] - logit[false], or logit[true] alone."""
+    """A causal LM as reranker: the score is logit[true] - logit[false], or only logit[true]."""
 
     true_token_id: int
     false_token_id: int | None
@@ -365,7 +365,7 @@ class Adapter:
 
 
 def _of_layer(values: Mapping[str, float], layer: str, default: float) -> float:
-    """The value of a layer by its name, as PEFT finds it: by the first pattern that matches the name's end."""
+    """Return the value of a layer by its name, as PEFT finds it: by the first pattern that matches the name's end."""
     return next((value for pattern, value in values.items() if re.match(rf"(.*\.)?({pattern})$", layer)), default)
 
 
@@ -461,7 +461,7 @@ class Layout:
 
     @property
     def reads_texts(self) -> bool:
-        """True if it is anything but a model of images alone."""
+        """True if it is anything but a model that embeds only images."""
         return not isinstance(self.dual, ImageEncoder)
 
     @property

@@ -337,7 +337,7 @@ def read_adapters(folder: Path) -> tuple[tuple[Adapter, ...], Path, tuple[str, .
 
 
 def read_task_adapters(root: Path, folders: Sequence[str]) -> tuple[Adapter, ...]:
-    """The adapters in `folders` of a model, one for each task.
+    """Return the adapters in `folders` of a model, one for each task.
 
     Raises:
         ModelLoadFailed: one is missing, or of a kind that cannot be merged.
@@ -401,7 +401,7 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
 
 
 def _base_of(folder: Path) -> Path:
-    """The directory of the base model that an adapter names.
+    """Return the directory of the base model that an adapter names.
 
     Raises:
         ModelLoadFailed: it names none, or one that is not on this machine.

@@ -68,7 +68,7 @@ _OWN_CODE = re.compile(r"([\w.-]+(/[\w.-]+)?--)?[A-Za-z_]\w*\.[A-Za-z_]\w*")
 
 
 def own_module(code: OwnModule, trusts: bool, file: str = "modules.json") -> Module:
-    """The module whose class `file` names; `trusts` is what the instance allows.
+    """Return the module whose class `file` names; `trusts` is the instance's setting.
 
     Raises:
         ModelLoadFailed: it is not trusted, or its name is not that of code in a repository.
@@ -100,7 +100,7 @@ class Chain:
 
     @property
     def table(self) -> Module | None:
-        """The weights of queries of a sparse model (SparseStaticEmbedding), where they have no transformer."""
+        """The weights of queries of a sparse model (SparseStaticEmbedding), if they do not use a transformer."""
         one = self.queries.modules[0] if self.queries is not None else None
         return one if one is not None and one.name == SPARSE_TABLE else None
 
@@ -132,7 +132,7 @@ class Chain:
         return any(module.name == name for module in self.modules)
 
     def split_at(self, name: str) -> tuple[tuple[Module, ...], Module, tuple[Module, ...]]:
-        """The modules before, at and behind the one called `name`.
+        """Return the modules before, at and after the one called `name`.
 
         Raises:
             ModelLoadFailed: it is missing, or there are several.
@@ -323,7 +323,7 @@ _OF_DENSE_ROUTES = {_OWN, "Transformer", "StaticEmbedding", "Pooling", "Dense", 
 
 
 def read_chain(root: Path, trust_remote_code: bool = False) -> Chain:
-    """Read modules.json; modules of the model's own code count where it is trusted.
+    """Read modules.json; modules of the model's own code count if it is trusted.
 
     Raises:
         ModelLoadFailed: it has an unsupported module, or does not start with exactly one transformer.
@@ -343,7 +343,7 @@ def read_chain(root: Path, trust_remote_code: bool = False) -> Chain:
 
 
 def _checked(modules: list[Module]) -> Chain:
-    """The chain of modules; raises ModelLoadFailed where it does not start with exactly one transformer."""
+    """Return the chain of modules; raises ModelLoadFailed if it does not start with exactly one transformer."""
     modules = [module for module in modules if module.name != "Dropout"]
     chain = Chain(tuple(modules))
     readers = [module.name for module in modules if module.name in _READERS or module is chain.reader]
@@ -417,7 +417,7 @@ def _routed(root: Path, path: str, dotted: str, file: str, route: str, trusts: b
 
 
 def _called(module: Module) -> str:
-    """The name of a module by which routes are known."""
+    """Return the name of a module by which routes refer to it."""
     return _OWN if module.code is not None else _BY_OLD_NAME.get(module.name, module.name)
 
 

@@ -95,7 +95,7 @@ class ModelFile:
         return file
 
     def problem(self, path: Path) -> str:
-        """What is wrong with the content at `path`; empty where it is this file's."""
+        """Return the fault of the content at `path`; empty if it is this file's."""
         found = path.stat().st_size
         if found != self.size_bytes:
             return f"it has {found:,} bytes, {self.size_bytes:,} were announced"
@@ -119,7 +119,7 @@ def is_blob(name: str) -> bool:
 
 
 def git_oid(path: Path) -> str:
-    """The name that git, and so the hub, gives a small file's content."""
+    """Return the name that git, and so the hub, gives a small file's content."""
     digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     with path.open("rb") as content:
         while piece := content.read(_READ_BYTES):
@@ -266,7 +266,7 @@ class _HostConnection:
 
 
 class _Fetch:
-    """The copy of one model. `run` is the whole of it; a round asks every host once."""
+    """The copy of one model. `run` is the whole of it; a round tries every host once."""
 
     def __init__(
         self,
@@ -344,7 +344,7 @@ class _Fetch:
         return False
 
     def _offer_of(self, link: _HostConnection) -> Mapping[str, ModelFile]:
-        """The files that a host has of the model, by name; empty where it has none, or sends to others."""
+        """Return the files that a host has of the model, by name; empty if it has none, or sends to others."""
         link.send(op="model", model_id=self._model_id, revision=self._commit or self._revision)
         answer = link.receive()
         if "absent" in answer:
@@ -367,7 +367,7 @@ class _Fetch:
         return {}
 
     def _begin(self, commit: str, files: Sequence[ModelFile]) -> None:
-        """Decide on commit and files. Raises StorageFull where these do not fit."""
+        """Decide on commit and files. Raises StorageFull if these do not fit."""
         self._commit, self._files = commit, files
         self._blobs.mkdir(parents=True, exist_ok=True)
         blobs = {file.blob: file for file in files}.values()
@@ -494,7 +494,7 @@ class _Fetch:
 
 
 def _offer(answer: Mapping[str, Any]) -> tuple[str, dict[str, ModelFile]]:
-    """The commit, and the files by name. Raises ValueError, TypeError and KeyError if the answer lacks them."""
+    """Return the commit, and the files by name. Raises ValueError, TypeError and KeyError if the answer lacks them."""
     commit, files = str(answer["commit"]), [ModelFile.from_dict(each) for each in answer["files"]]
     if not is_commit(commit) or not 0 < len(files) <= MAX_FILES:
         raise ValueError(f"{len(files)} files of the commit {commit[:80]!r}")
@@ -502,7 +502,7 @@ def _offer(answer: Mapping[str, Any]) -> tuple[str, dict[str, ModelFile]]:
 
 
 def _locked(path: Path) -> Any:
-    """The hub library's lock of a file, as a context manager."""
+    """Return the hub library's lock of a file, as a context manager."""
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # it is exported lazily
 
     return WeakFileLock(path)

@@ -46,7 +46,7 @@ class _Code:
 
 
 def served_config(config: Config, trust_remote_code: bool) -> ServedConfig:
-    """The config.json of a model, without `auto_map` where the library computes what the model's own code does.
+    """Return the config.json of a model, without `auto_map` if the library computes the same as the model's own code.
 
     Raises:
         ModelLoadFailed: the model needs code that the instance does not trust, or the known code has a setting that is
@@ -74,7 +74,7 @@ def served_config(config: Config, trust_remote_code: bool) -> ServedConfig:
 
 
 def references(config: Config) -> list[tuple[str, str]]:
-    """The repository ("" for the model's own) and `file.Class` of every entry of `auto_map`.
+    """Return the repository ("" for the model's own) and `file.Class` of every entry of `auto_map`.
 
     Raises:
         ModelLoadFailed: it is not an object.
@@ -368,7 +368,8 @@ _ENDING_TOKENIZERS = frozenset({"tokenization_qwen.Qwen2Tokenizer", "tokenizatio
 
 
 def added_end(tokenizer: Config, model_type: str, trust_remote_code: bool) -> str | None:
-    """The token that goes behind every text by tokenizer_config.json, even if tokenizer.json lacks it; None for none.
+    """Return the token that follows every text by tokenizer_config.json, even if tokenizer.json lacks it; None for
+    none.
 
     It is put there by the model's own tokenizer; and by the authors of e5-mistral and the models made like it, who
     measured them so: their tokenizer_config.json has `add_eos_token`.
@@ -398,7 +399,7 @@ def has_own_tokenizer(tokenizer: Config) -> bool:
 
 
 def code_repositories(config: Config, tokenizer: Config) -> list[str]:
-    """The other repositories whose code a trusted model runs, by its config.json and tokenizer_config.json."""
+    """Return the other repositories whose code a trusted model runs, by its config.json and tokenizer_config.json."""
     classes = references(config)
     known = any(code.model_type == config.get("model_type") and _has(code, classes) for code in _CODE)
     found = [] if known else [where for where, _ in classes]
@@ -420,7 +421,7 @@ def code_repositories_of(model: Path) -> list[str]:
 
 
 def _end_of(tokenizer: Config) -> str | None:
-    """The end token where `add_eos_token` is set."""
+    """Return the end token if `add_eos_token` is set."""
     if not tokenizer.get("add_eos_token"):
         return None
     token = tokenizer.get("eos_token")

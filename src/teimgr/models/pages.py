@@ -67,7 +67,7 @@ def is_page_encoder(metadata: ModelMetadata) -> bool:
 
 
 def read_page_encoder(metadata: ModelMetadata, layout: Layout) -> Layout:
-    """The layout of a model of queries and page images.
+    """Return the layout of a model of queries and page images.
 
     Raises:
         ModelLoadFailed: its files describe what is not served, or Pillow is missing.
@@ -136,7 +136,7 @@ _READERS = {"colpali": _colpali, "colqwen2": _colqwen2, "colmodernvbert": _colmo
 
 
 def _around(prompt: str, token: str) -> tuple[str, str]:
-    """What is before and behind the one place of an image in a prompt."""
+    """Return the text before and after the one place of an image in a prompt."""
     before, found, behind = prompt.partition(token)
     if not found or token in behind:
         raise ModelLoadFailed(f"visual_prompt_prefix of processor_config.json has no place for one image: {prompt!r}")
@@ -144,7 +144,7 @@ def _around(prompt: str, token: str) -> tuple[str, str]:
 
 
 def _tile_steps(given: dict[str, Any]) -> TileSteps:
-    """What Idefics3's image processor of these settings does.
+    """Return the steps of Idefics3's image processor with these settings.
 
     Raises:
         ModelLoadFailed: it is another processor, or does something else besides.
@@ -182,7 +182,7 @@ def _has_colour_of_padding(steps: PixelSteps) -> bool:
 
 
 def patch_steps(given: dict[str, Any], family: str) -> PatchSteps:
-    """What Qwen2-VL's image processor of these settings does, of a model of `family`.
+    """Return the steps of Qwen2-VL's image processor with these settings, for a model of `family`.
 
     Raises:
         ModelLoadFailed: it is another processor, or does something else besides.

@@ -62,7 +62,7 @@ _UNUSED = ("cls_token", "eos_token", "pad_token", "unk_token", "bos_token", "sep
 
 
 def read_m3(metadata: ModelMetadata) -> M3 | None:
-    """BGE-M3's two additional layers, where both files exist.
+    """Return BGE-M3's two additional layers, if both files exist.
 
     Raises:
         ModelLoadFailed: something else than a file is in the place of one.
@@ -99,7 +99,7 @@ def read_splade(metadata: ModelMetadata) -> Splade:
 
 
 def read_query_table(metadata: ModelMetadata) -> QueryTable | None:
-    """The table of queries of a model with routes; None if queries are computed as documents are.
+    """Return the table of queries of a model with routes; None if queries are computed as documents are.
 
     Raises:
         ModelLoadFailed: the length of its tokenizer is not a number above 0.
@@ -112,7 +112,7 @@ def read_query_table(metadata: ModelMetadata) -> QueryTable | None:
 
 
 def _positive(metadata: ModelMetadata, key: str) -> int | None:
-    """A number of config_sentence_transformers.json; None if it is not set."""
+    """Return a number of config_sentence_transformers.json; None if it is not set."""
     given = metadata.saved.get(key)
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
         raise ModelLoadFailed(f"config_sentence_transformers.json has {key} = {given!r}, which should be above 0")
@@ -120,12 +120,12 @@ def _positive(metadata: ModelMetadata, key: str) -> int | None:
 
 
 def _dimensions(metadata: ModelMetadata) -> int | None:
-    """`truncate_dim` of a dense model: the dimensions of its vectors where a request asks for none."""
+    """Return `truncate_dim` of a dense model: the dimensions of its vectors if a request does not set any."""
     return None if metadata.saved.get("model_type") == "SparseEncoder" else _positive(metadata, "truncate_dim")
 
 
 def _longest(metadata: ModelMetadata, texts: dict[str, Any]) -> int:
-    """The tokens of an input."""
+    """Return the maximum tokens of an input."""
     if metadata.static:
         return _longest_of_table(metadata)
     if is_image_encoder(metadata):
@@ -142,7 +142,7 @@ def _longest_of_table(metadata: ModelMetadata) -> int:
 
 
 def _truncates_left(metadata: ModelMetadata) -> bool:
-    """True if too long texts lose their beginning where a request does not say."""
+    """True if too long texts lose their beginning unless a request sets it."""
     if metadata.static:  # which the library has tokenizer.json alone cut
         return metadata.tokens.cuts_left and bool(metadata.chain.modules)
     kwargs = metadata.settings.get("processor_kwargs") or metadata.settings.get("tokenizer_args") or {}
@@ -193,7 +193,7 @@ def read_layout(
 
 
 def refuse_warnings(warnings: Sequence[str]) -> None:
-    """Raise ModelLoadFailed with all of them, where there are any: what `strict_model_files` asks for."""
+    """Raise ModelLoadFailed with all of them, if there are any, as `strict_model_files` demands."""
     if warnings:
         raise ModelLoadFailed(f"{'; '.join(warnings)} (strict_model_files = true makes this a refusal)")
 
@@ -457,7 +457,7 @@ def _scored_by_modules(metadata: ModelMetadata, layout: Layout, modules: tuple[M
 
 
 def _around_pooling(metadata: ModelMetadata) -> tuple[tuple[Module, ...], Module | None, tuple[Module, ...]]:
-    """The modules before the Pooling (without the first), the Pooling, and the modules behind it."""
+    """Return the modules before the Pooling (without the first), the Pooling, and the modules after it."""
     # Of a sparse model or a cross-encoder only the encoder is used.
     other = any(metadata.chain.has(name) for name in ("SpladePooling", "LogitScore"))
     other |= metadata.saved.get("model_type") == "CrossEncoder"

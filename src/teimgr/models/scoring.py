@@ -27,7 +27,8 @@ _DEFAULT_LABELS = 2  # of the library, where config.json names none
 
 
 def read_scoring(metadata: ModelMetadata) -> ScoringConfig:
-    """The labels and the activation of a sequence classifier, or of a cross-encoder whose modules give the scores.
+    """Return the labels and the activation of a sequence classifier, or of a cross-encoder whose modules give the
+    scores.
 
     Raises:
         ModelLoadFailed: there is no such head, or config.json does not number its labels.
@@ -47,7 +48,7 @@ def read_scoring(metadata: ModelMetadata) -> ScoringConfig:
 
 
 def read_labels(metadata: ModelMetadata) -> tuple[str, ...]:
-    """The labels of a classifier of tokens, by index.
+    """Return the labels of a classifier of tokens, by index.
 
     Raises:
         ModelLoadFailed: config.json does not number its labels.
@@ -81,7 +82,7 @@ def label_count(metadata: ModelMetadata) -> int:
 
 
 def written_activations(metadata: ModelMetadata) -> list[str]:
-    """The names of activation classes in the files, the one that takes precedence first."""
+    """Return the names of activation classes in the files, the one that takes precedence first."""
     own = metadata.config.get("sentence_transformers")
     written = (
         metadata.saved.get("activation_fn"),
@@ -235,7 +236,7 @@ def has_prompt_of_its_own(metadata: ModelMetadata) -> bool:
 
 
 def prompt_warnings(metadata: ModelMetadata) -> list[str]:
-    """A warning where a language model is scored by a prompt that its files do not name."""
+    """Return a warning if a language model is scored by a prompt that its files do not name."""
     recipe = _RECIPES.get(metadata.config["model_type"])
     if recipe is None or metadata.chain.modules or _is_named(recipe, metadata):
         return []
@@ -253,7 +254,7 @@ _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "message.content[")
 
 
 def read_causal_rerank(metadata: ModelMetadata, *, render: bool, left: bool) -> tuple[CausalRerank, PairTemplate]:
-    """The ids of the two label tokens, and the template around query and document.
+    """Return the ids of the two label tokens, and the template around query and document.
 
     Without `render` the chat template, which is a Jinja program of the model's authors, is not run, and the text is
     empty.
@@ -364,7 +365,7 @@ def _messages(metadata: ModelMetadata, template: str, texts: Sequence[str]) -> l
 
 
 def _around(text: str) -> tuple[str, str, str]:
-    """What is before the query, between it and the document, and behind this."""
+    """Return the text before the query, between it and the document, and after the document."""
     if text.count(_QUERY) != 1 or text.count(_DOCUMENT) != 1 or text.index(_QUERY) > text.index(_DOCUMENT):
         raise ModelLoadFailed("the chat template does not show the query once and then the document once")
     prefix, rest = text.split(_QUERY)

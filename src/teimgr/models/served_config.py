@@ -39,7 +39,7 @@ class ServedConfig:
 
 
 def check_heads(config: Config) -> None:
-    """Raise where the heads, by the library's names of sizes, do not divide the width."""
+    """Raise if the heads, by the library's names of sizes, do not divide the width."""
     heads, width = count(config, "num_attention_heads", 12), count(config, "hidden_size", 768)
     if width % heads:
         raise ModelLoadFailed(f"config.json has a width of {width}, which its {heads} heads of attention do not divide")

@@ -84,7 +84,7 @@ def decide(model_id: str, revision: str | None = None, roots: Sequence[str] | No
 
 
 def hub_model(model_id: str, revision: str | None = None) -> HubModel:
-    """Like `decide`, where only a model of the hub will do.
+    """Like `decide`, if only a model of the hub is allowed.
 
     Raises:
         WrongSourceError: no id that the hub could have, or no revision.
@@ -108,7 +108,7 @@ def is_hub_id(model_id: str) -> bool:
 
 
 def shown_id(model_id: str) -> str:
-    """A model id without the place of its folder, for those who may not know it: the folder's name."""
+    """Return a model id without the place of its folder, for callers who may not know it: the folder's name."""
     return Path(model_id).name if names_a_path(model_id) else model_id
 
 
@@ -127,7 +127,7 @@ def revision_problem(revision: str | None) -> str | None:
 
 
 def stays_below(name: str) -> bool:
-    """True if the name of a file in a repository is a path that leads nowhere but below its folder."""
+    """True if the name of a file in a repository is a path that stays below its folder."""
     parts = name.split("/")
     return (
         0 < len(name) <= MAX_PATH_CHARS
@@ -138,7 +138,7 @@ def stays_below(name: str) -> bool:
 
 
 def home_of(root: Path) -> Path:
-    """The directory that all files of a model are in: its own, or in the hub's cache that of its repository."""
+    """Return the directory that all files of a model are in: its own, or in the hub's cache that of its repository."""
     home = root.resolve()
     in_cache = home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--")
     return home.parent.parent if in_cache else home

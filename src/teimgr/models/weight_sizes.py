@@ -23,7 +23,7 @@ _TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model", "sentencepiece.bpe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSizes:
-    """What the heads of a model's files say.
+    """The sizes in the heads of a model's files.
 
     `tables` of the `parameters` are in embedding tables. `is_wide`: none has 16 or 8 bits in the files, so that these
     can be mapped as they are. `tokenizer_bytes` is the size of the tokenizer's largest file, `changed_ns` when the

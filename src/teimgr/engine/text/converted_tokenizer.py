@@ -1,4 +1,4 @@
-"""Tokenizers of models without tokenizer.json: made of their vocabulary, and compared with SentencePiece's own."""
+"""Tokenizers of models without tokenizer.json: made from their vocabulary, and compared with SentencePiece's own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ change."""
 
 
 def convert(layout: Layout) -> Tokenizer:
-    """The tokenizer that transformers makes of an older model's vocabulary, or by code of the model's own.
+    """Return the tokenizer that transformers makes of an older model's vocabulary, or by code of the model's own.
 
     Raises:
         ModelLoadFailed: it needs the package sentencepiece, or cuts texts in other places than SentencePiece or the
@@ -68,7 +68,7 @@ def convert(layout: Layout) -> Tokenizer:
 
 
 def _own(layout: Layout) -> Tokenizer:
-    """The tokenizer of the model's own code, which the instance trusts, if it is one of the tokenizers library.
+    """Return the tokenizer of the model's own code, which the instance trusts, if it is one of the tokenizers library.
 
     Raises:
         ModelLoadFailed: it is not, or its code changes texts or ids outside of the library.
@@ -129,7 +129,7 @@ def _checked(tokenizer: Tokenizer, file: Path) -> Tokenizer:
 
 
 def _difference(tokenizer: Tokenizer, pieces: Any) -> str | None:
-    """The first probe that the two cut differently; unknown characters are alike by whatever name."""
+    """Return the first probe that the two cut differently; unknown characters are equal by whatever name."""
     unknown = pieces.unk_id()
     for text in PROBES:
         encoding = tokenizer.encode(text, add_special_tokens=False)
@@ -154,7 +154,7 @@ def _normalize_as(tokenizer: Tokenizer, pieces: Any) -> None:
 
 
 def _proto(pieces: Any) -> Any:
-    """The message in the file of a SentencePiece model."""
+    """Return the message in the file of a SentencePiece model."""
     protobuf: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")  # its types are incomplete
     return protobuf.ModelProto.FromString(pieces.serialized_model_proto())
 

@@ -88,7 +88,7 @@ class Prompts:
     """
 
     def __init__(self, layout: Layout, default_name: str | None = None, default_text: str | None = None) -> None:
-        """Raises InvalidConfig where the model has no prompt called `default_name`."""
+        """Raise InvalidConfig if the model lacks a prompt called `default_name`."""
         self._roles = layout.late is not None or layout.has_routes
         self._left = layout.truncate_left
         self._tasks, self._default_task = layout.tasks, layout.default_task
@@ -223,7 +223,7 @@ class TextTokenizer:
         return (self,) if self._queries is None else (self, self._queries)
 
     def prompt_len(self, prompt: str) -> int:
-        """How many leading tokens pooling leaves out for this prompt: 0 for nearly every model.
+        """Return how many leading tokens pooling leaves out for this prompt: 0 for nearly every model.
 
         Raises:
             InputTooLong: it has too many characters without a place to cut it.
@@ -265,11 +265,11 @@ class TextTokenizer:
         return [tokenized[row] for row in range(len(inputs))]
 
     def patches(self, item: Input) -> NDArray[np.int64] | None:
-        """For each patch of a picture the index of its vector, [rows, columns]; None for inputs without patches."""
+        """Return the index of the vector of each patch of a picture, [rows, columns]; None without patches."""
         return None
 
     def encode_all(self, inputs: Sequence[Input], options: TokenizeOptions) -> TokenizedTexts:
-        """The model's input for each of `inputs`, or why it cannot be made.
+        """Return the model's input for each of `inputs`, or why it cannot be made.
 
         Ids are taken as they are, unless there is a prompt: then they are decoded and tokenized again behind it.
         """
@@ -311,7 +311,8 @@ class TextTokenizer:
         return completed(self.tokenized(text, add_special_tokens, prompt))
 
     def tokenized(self, text: str, add_special_tokens: bool, prompt: str) -> Steps[list[TokenSpan]]:
-        """Every token of prompt + text, untruncated, in steps that hold the GIL for a few milliseconds.
+        """Yield steps that tokenize prompt + text, untruncated, and hold the GIL for a few milliseconds each; return
+        every token.
 
         Raises:
             EmptyInput, InvalidInput: the text is empty or longer than the character limit.
@@ -342,7 +343,7 @@ class TextTokenizer:
         return [*ends, len(text)]
 
     def _tokenize_parts(self, text: str, ends: Sequence[int], add_special_tokens: bool) -> Steps[list[TokenSpan]]:
-        """The tokens of a text that is too long for one call of the library."""
+        """Return the tokens of a text that is too long for one call of the library."""
         spans: list[TokenSpan] = []
         begin = bytes_before = 0
         for end in ends:
@@ -390,7 +391,7 @@ class TextTokenizer:
         return self._library.decode(ids, skip_special_tokens)
 
     def cut(self, text: str, max_tokens: int, *, left: bool) -> str:
-        """The first `max_tokens` tokens of `text`, or the last ones where `left`; special tokens do not count.
+        """Return the first `max_tokens` tokens of `text`, or the last ones if `left`; special tokens do not count.
 
         The result is a substring, so a tokenizer that merges over words may make a token more or less of it.
 
@@ -415,7 +416,8 @@ class TextTokenizer:
     def _deciding_cut(
         self, text: str, bound: Truncation, first: int, specials: bool, *, offsets: bool = False
     ) -> tuple[Short, Encoding]:
-        """The smallest cut of `text`, from `first` characters on, whose tokens decide about `bound`; and its encoding.
+        """Return the smallest cut of `text`, from `first` characters on, whose tokens decide about `bound`; and its
+        encoding.
 
         Raises:
             InputTooLong: none does.
@@ -622,7 +624,7 @@ class TextTokenizer:
         bound: Truncation,
         truncates: bool,
     ) -> Encoding | TeimgrError:
-        """An encoding with the tokens of `text` within `bound`, or its refusal.
+        """Return an encoding with the tokens of `text` within `bound`, or its refusal.
 
         `encoding` is of `short`, the first of the text's cuts; the next ones are tokenized until one decides.
         """
@@ -671,7 +673,7 @@ class TextTokenizer:
         return Encoded(ids, types, prompt_tokens=self.prompt_len(options.prompt), task=options.task)
 
     def _no_tokens(self) -> EmptyInput:
-        """The result of a text without tokens."""
+        """Return the result of a text without tokens."""
         return ZeroVector() if self._gives_zero else EmptyInput()
 
     def _without_skipped(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -699,12 +701,12 @@ def _query_tokenizer(layout: Layout, max_length: int) -> TextTokenizer | None:
 
 
 def _joined(lists: Sequence[list[int]], dtype: type[np.generic]) -> NDArray[Any]:
-    """All numbers of the lists in one array."""
+    """Return all numbers of the lists in one array."""
     return np.fromiter(chain.from_iterable(lists), dtype, sum(map(len, lists)))
 
 
 def _ids_of(lists: Sequence[list[int]]) -> NDArray[np.int32]:
-    """All ids of the lists; raises TokenizerFailed for one that no model has, which a vocabulary may give."""
+    """Return all ids of the lists; raises TokenizerFailed for one that no model has, which a vocabulary may give."""
     try:
         return _joined(lists, np.int32)
     except OverflowError:

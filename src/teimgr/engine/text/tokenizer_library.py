@@ -1,4 +1,4 @@
-"""The tokenizers library: a model's tokenizer from its files, and what the library fails with as our errors."""
+"""The tokenizers library: a model's tokenizer from its files, and the library's failures as our errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TokenizerLibrary:
         self._check = check
 
     def encode(self, texts: Sequence[Text], specials: bool = True, offsets: bool = False) -> list[Encoding]:
-        """Untruncated encodings of `texts`, with or without special tokens and offsets.
+        """Return untruncated encodings of `texts`, with or without special tokens and offsets.
 
         Raises:
             TokenizerFailed: the library refused one of them.
@@ -54,14 +54,14 @@ class TokenizerLibrary:
             return encode(list(texts), add_special_tokens=specials)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Raises TokenizerFailed where an id is not a token id."""
+        """Decode token ids. Raises TokenizerFailed if an id is not a token id."""
         with library_errors():
             if len(ids) <= _FEW_IDS:
                 return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
             return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token(self, id: int) -> str:
-        """The text of a token of an encoding."""
+        """Return the text of a token of an encoding."""
         return self._tokenizer.id_to_token(id) or ""
 
     @property
@@ -88,7 +88,7 @@ def library_errors() -> Iterator[None]:
 
 
 def load_tokenizer(layout: Layout) -> Tokenizer:
-    """The model's fast tokenizer, without the padding and truncation that its file may configure.
+    """Load the model's fast tokenizer, without the padding and truncation that its file may configure.
 
     Raises:
         ModelLoadFailed: it is missing or cannot be read.
@@ -99,7 +99,7 @@ def load_tokenizer(layout: Layout) -> Tokenizer:
 
 @contextmanager
 def tokenizer_faults(layout: Layout) -> Iterator[None]:
-    """Turn what the library fails with, when the model's tokenizer is read or first used, into ModelLoadFailed.
+    """Turn the library's failures, when the model's tokenizer is read or first used, into ModelLoadFailed.
 
     Its files come with the model: a panic of Rust is its way to refuse some of them. Failures of the host pass.
     """
@@ -207,7 +207,7 @@ def _lower_cases(tokenizer: Tokenizer) -> bool:
 
 
 def unknown_id(tokenizer: Tokenizer) -> int | None:
-    """The id of the unknown token; None if the vocabulary covers all text."""
+    """Return the id of the unknown token; None if the vocabulary covers all text."""
     model = json.loads(tokenizer.to_str())["model"]
     if "unk_id" in model:  # Unigram
         return None if model["unk_id"] is None else int(model["unk_id"])

@@ -30,13 +30,13 @@ _MAX_SLACK = 4096
 
 
 class Truncation(NamedTuple):
-    """Keep `limit` tokens, special ones included; of a pair the longer half is cut first. `left` keeps the end."""
+    """Keep `limit` tokens, including special ones; of a pair the longer half is cut first. `left` keeps the end."""
 
     limit: int
     left: bool
 
     def kept(self, encoding: Encoding) -> NDArray[np.intp] | None:
-        """The positions of the tokens that stay, special ones always; None if all do."""
+        """Return the positions of the tokens that stay, special ones always; None if all do."""
         if len(encoding) <= self.limit:
             return None
         half_of = _halves(encoding)
@@ -62,12 +62,12 @@ class Truncation(NamedTuple):
 
 
 def _halves(encoding: Encoding) -> NDArray[np.int8]:
-    """Which half each token belongs to, 0 or 1; -1 for special ones."""
+    """Return the half of each token, 0 or 1; -1 for special ones."""
     return np.array([-1 if half is None else half for half in encoding.sequence_ids], dtype=np.int8)
 
 
 def longest_part(text: Text) -> int:
-    """Characters of a text, of a pair those of the longer half."""
+    """Return the characters of a text, or of the longer half of a pair."""
     return len(text) if isinstance(text, str) else max(len(text[0]), len(text[1]))
 
 
@@ -96,7 +96,7 @@ class Shortener:
         self.first = min(max(tokens * FIRST_PER_TOKEN, _MIN_FIRST), MAX_CHARACTERS)
 
     def sizes(self, text: Text, first: int) -> Iterator[int]:
-        """Characters to cut a text to if `first` did not decide, up to the whole of it or the bound."""
+        """Return the characters to cut a text to if `first` did not decide, up to the whole of it or the bound."""
         size, longest = first, longest_part(text)
         while size < min(longest, MAX_SCANNED_CHARACTERS):
             size = min(size * 4, MAX_CHARACTERS) if size < MAX_CHARACTERS else MAX_SCANNED_CHARACTERS
@@ -114,7 +114,7 @@ class Shortener:
                 yield short
 
     def short(self, text: Text, left: bool, characters: int) -> Short:
-        """`text` cut to `characters`, of a pair each half; its beginning is cut off if `left`."""
+        """Return `text` cut to `characters`, of a pair each half; its beginning is cut off if `left`."""
         if isinstance(text, str):
             return self._short(text, left, characters, slack=_MAX_SLACK)
         halves = [self._short(half, left, characters, slack=0) for half in text]
@@ -169,7 +169,7 @@ def too_many_characters(encoding: Encoding | None, limit: int, given: int, beyon
 
 
 def may_try(short: Short | None, before: Encoding, limit: int) -> TypeGuard[Short]:
-    """Whether the next cut of a text may be tokenized; `before` is the encoding of the one before."""
+    """True if the next cut of a text may be tokenized; `before` is the encoding of the one before."""
     return short is not None and (longest_part(short.text) <= MAX_CHARACTERS or len(before) <= limit)
 
 

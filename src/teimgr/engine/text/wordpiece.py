@@ -130,7 +130,7 @@ class WordPiece:
     def encode(
         self, texts: TextColumn, truncation: Truncation | None, longest: int = sys.maxsize
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The ids of all `texts`, one after another, and where those of each end: int32 [T], int64 [N].
+        """Return the ids of all `texts`, one after another, and where the ids of each end: int32 [T], int64 [N].
 
         Texts that are not covered, empty, or of more than `longest` bytes have none.
         """
@@ -195,7 +195,7 @@ class WordPiece:
         return begins[kept], stops[kept]
 
     def _by_library(self, words: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The ids of all words, without special tokens, and how many each has."""
+        """Return the ids of all words, without special tokens, and how many each has."""
         ids, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
         begin, chars = 0, 0
         for stop, word in enumerate(words, 1):
@@ -216,7 +216,8 @@ class WordPiece:
         of_words: NDArray[np.int64],
         words: list[str],
     ) -> list[int]:
-        """Rows for whose text the library is needed: with an added token, or with nothing but what is dropped."""
+        """Return the rows whose text the library must tokenize: with an added token, or with only characters that are
+        dropped."""
         refused = [
             row for row, word in zip(of_words.tolist(), words, strict=True) if any(each in word for each in self._added)
         ]
@@ -248,7 +249,7 @@ class WordPiece:
         return np.concatenate(pieces), np.cumsum(counts)
 
     def encode_one(self, text: str, truncation: Truncation | None, longest: int) -> NDArray[np.int32] | None:
-        """The ids of an ASCII text, int32 [T]; None if `encode` has none. Without the arrays of a column."""
+        """Return the ids of an ASCII text, int32 [T]; None if `encode` has none. Without the arrays of a column."""
         data = text.encode()
         ids, end = np.empty(len(data) + self._special_tokens, np.int32), ctypes.c_int64()
         bounds = (0, False) if truncation is None else (truncation.limit, truncation.left)
@@ -261,7 +262,7 @@ class WordPiece:
 
 
 def wordpiece(tokenizer: Tokenizer, specials: bool) -> WordPiece | None:
-    """The native form of `tokenizer`, with its special tokens if `specials`; None if it is not covered."""
+    """Return the native form of `tokenizer`, with its special tokens if `specials`; None if it is not covered."""
     library = native_library()
     if library is None or not library.knows(wordpiece=_Vocabulary) or not native_forward_allowed():
         return None

@@ -239,7 +239,7 @@ class RpcStream:
 
     @property
     def http_refusal(self) -> int:
-        """Return the HTTP status for a request that is not gRPC; 0 for gRPC."""
+        """The HTTP status for a request that is not gRPC; 0 for gRPC."""
         if self.metadata.get(":method") != "POST":
             return 405
         return 0 if _CONTENT_TYPE.fullmatch(self.metadata.get("content-type", "")) else 415

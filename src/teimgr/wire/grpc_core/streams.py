@@ -260,7 +260,7 @@ class PairCollector:
 
     @property
     def flags(self) -> int:
-        """Return the lane of this many pairs."""
+        """The lane of this many pairs."""
         return Flag.WAIT | Flag.BULK if self._count > INTERACTIVE_MESSAGES else Flag.WAIT
 
     def payload(self) -> bytearray:
