@@ -23,7 +23,7 @@ from tests.support.credentials import SECRETS
 from tests.support.daemon_process import DaemonProcess
 from tests.support.models.dual_encoders import build_clap, build_clip, build_colqwen2, file_of, noise, sound, sound_file
 
-from teimgr.api.page import format
+from teimgr.api.page import views
 from teimgr.client.rest_client import RestClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there")]
@@ -468,7 +468,7 @@ def test_scripts_agree_with_the_server(page: Any) -> None:
     page.goto("/")
     folder = page.locator("script[src*=page]").get_attribute("src").rpartition("/")[0]
     values = [None, 0, 0.04, 7.44, 99.96, 312.4, 999.6, 12_345, 4.1e6, 5e9, 1024, 1536, 3e8, 7e12]
-    for name, shown in (("number", format.number), ("size", format.size), ("milliseconds", format.milliseconds)):
+    for name, shown in (("number", views.number), ("size", views.size), ("milliseconds", views.milliseconds)):
         found = page.evaluate(
             "([path, name, values]) => import(path).then((all) => values.map((value) => all[name](value)))",
             [f"{folder}/format.js", name, values],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from teimgr.api.page import format, views
+from teimgr.api.page import views
 from teimgr.api.page.figures import FINE_POINTS, WIDTH, Figures, Point, Ring, Sampler, percentile
 from teimgr.api.rest.probes import WorkerStats
 from teimgr.control.placement.gpus import GpuInventory, Inventory
@@ -165,9 +165,9 @@ def test_rows_without_a_figure_of_memory_come_last() -> None:
 
 def test_lines_end_at_a_round_value_and_have_gaps() -> None:
     ends = {0: 100, 100: 100, 101: 200, 210: 500, 4_999: 5_000, 5_001: 10_000, 12_000: 20_000}
-    assert {value: format.scale_end(value) for value in ends} == ends
-    assert format.spark([], 100) == ""
-    assert format.spark([0.0, 50.0, None, 100.0], 100) == "M80.8,22.0L85.9,12.0M96.0,2.0"
+    assert {value: views.scale_end(value) for value in ends} == ends
+    assert views.spark([], 100) == ""
+    assert views.spark([0.0, 50.0, None, 100.0], 100) == "M80.8,22.0L85.9,12.0M96.0,2.0"
 
 
 def test_a_line_shows_five_minutes_whether_a_page_was_open_or_not() -> None:

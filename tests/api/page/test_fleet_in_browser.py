@@ -18,7 +18,7 @@ from tests.api.page.test_browser import AXE
 from tests.api.page.test_page import next_event
 from tests.support.rest_listener import MODEL, Front
 
-from teimgr.api.page import format
+from teimgr.api.page import views
 
 pytestmark = [
     pytest.mark.slow,
@@ -220,7 +220,7 @@ async def test_the_lines_of_the_fleet_are_named_and_have_one_scale(opened: Opene
         sparks = [[], [1.0], [0.0, 3.0, None, 250.0, 9000.0], [5.0] * 20]
         of_scripts = "([path, values]) => import(path).then((all) => values.map((each) => all.spark(each, 500)))"
         found = await page.evaluate(of_scripts, [f"{folder}/format.js", sparks])
-        assert found == [format.spark(each, 500) for each in sparks]
+        assert found == [views.spark(each, 500) for each in sparks]
         await expect(page.locator(".scale")).to_have_text("5 min, 0 to 100")
         async with front.http.get("/ui/fleet/live") as reply:
             sent = await next_event(reply)
@@ -233,7 +233,7 @@ async def test_the_lines_of_the_fleet_are_named_and_have_one_scale(opened: Opene
         await page.reload()
         await expect(page.locator(".scale")).to_have_text("5 min, 0 to 5k")
         line = page.locator("tr[data-name=embedding] .spark path")
-        assert await line.get_attribute("d") == format.spark([0.0, 900.0], 5000)
+        assert await line.get_attribute("d") == views.spark([0.0, 900.0], 5000)
 
 
 async def test_figures_are_dimmed_and_have_their_time_once_they_are_not_current(opened: Opened) -> None:
@@ -250,7 +250,7 @@ async def test_figures_are_dimmed_and_have_their_time_once_they_are_not_current(
         await page.reload()
         row = page.locator("tr[data-name=embedding]")
         await expect(row.locator("[data-field=as_of]")).to_have_text("no answer since 16:03:22 UTC")
-        assert format.clock(1_764_000_202) == "16:03:22 UTC"
+        assert views.clock(1_764_000_202) == "16:03:22 UTC"
         # The stream has ended.
         await expect(page.locator("#live")).to_have_text(re.compile(r"Reconnecting, figures of \d\d:\d\d:\d\d UTC"))
         assert await page.locator("#live .live-text").is_visible()

@@ -143,7 +143,7 @@ _PHOTO = file_of(noise(64, 64), "JPEG")
         (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC"),
         (file_of(_IMAGE, "BMP"), "but BMP"),
         (file_of(_IMAGE, "TIFF"), "but TIFF"),
-        (b"/etc/passwd", "no image of an allowed format"),
+        (b"/etc/passwd", "not an image of an allowed format"),
         (_PHOTO[:20], "truncated or broken"),
         (b"\xff\xd8" + b"\xff\xfe\0\2" * 2_500 + _PHOTO[2:], "truncated or broken"),
         (b"\xff\xd8" + b"\xff" * 1_000 + _PHOTO[2:], "truncated or broken"),
