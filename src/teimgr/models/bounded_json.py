@@ -222,7 +222,7 @@ def read_head(file: Path) -> list[HeadTensor]:
     Raises:
         NoHead: it does not begin with the length of a head.
         CutShort: it ends within the head. A file may still end before the data that the head announces.
-        ModelLoadFailed: the head is not what the format says, or has more bytes or tensors than are read.
+        ModelLoadFailed: the head violates the format, or has more bytes or tensors than are read.
         OSError: it cannot be read.
     """
     with file.open("rb") as opened:

@@ -189,10 +189,10 @@ class MuxHandlers:
         processes: int = 1,
         policy: PolicyInForce,
         health: MuxHealth,
+        charges: Callable[[], bool],
         telemetry: Telemetry | None = None,
         loads: ModelLoads = NO_LOADS,
         max_age: MaxAge | None = None,
-        charges: Callable[[], bool] = lambda: True,
     ) -> None:
         self._max_age = max_age
         self._charges = charges

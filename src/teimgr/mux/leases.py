@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from teimgr.errors import Overloaded, TeimgrError, Unavailable, error_from_code
 from teimgr.wire.json_messages import write_line
-from teimgr.wire.tenants.quotas import LEASE_S, lease_wanted, mean_use
+from teimgr.wire.tenants.quotas import LEASE_S, MAX_ROWS, lease_wanted, mean_use
 from teimgr.wire.tenants.table import COUNTERS, Counter
 
 _ANSWER_S = 1.0
@@ -26,7 +26,6 @@ _REPORT_S = 0.02
 MAX_NEEDS = 256
 """Calls in one request."""
 _MAX_WAITING = 2048
-_MAX_ROWS = 1024  # of a message
 
 Later = Callable[[TeimgrError | None], None]
 
@@ -228,7 +227,7 @@ class LeasedMeters:
     has_table = False
 
     def __init__(self) -> None:
-        self.is_on = False  # whether keys are required, and a daemon that leases their quotas has been here
+        self.is_on = False  # True once a daemon that leases quotas has sent the terms of its keys
         self._purses: dict[int, Purse] = {}
         self._daemon: asyncio.StreamWriter | None = None
         self._lost_at = float("-inf")
@@ -314,8 +313,8 @@ class LeasedMeters:
             return
         settled, self._settled = self._settled, []
         used, self._used = [[*names, counts] for names, counts in self._used.items()], {}
-        for begin in range(0, max(len(settled), len(used)), _MAX_ROWS):
-            end = begin + _MAX_ROWS
+        for begin in range(0, max(len(settled), len(used)), MAX_ROWS):
+            end = begin + MAX_ROWS
             self.send(settled=settled[begin:end], used=used[begin:end])
 
     def _report_soon(self) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from teimgr.errors import TeimgrError, error_from_code
 
@@ -20,6 +20,13 @@ MAX_MESSAGE_BYTES = 4 << 20
 """Of one behind its length."""
 _LENGTH = struct.Struct("!I")
 LENGTH_BYTES = _LENGTH.size
+
+
+class MessageLink(Protocol):
+    """The daemon's control link to a mux."""
+
+    def send(self, **values: str) -> None:
+        """Send a message of values that are JSON already."""
 
 
 def line(values: Mapping[str, Any]) -> bytes:

@@ -155,7 +155,7 @@ async def port(request: Any) -> AsyncIterator[Port]:
         router = Router(LinkLimits())
         policy = PolicyInForce(Policy())
         options: dict[str, Any] = {"request_timeout_s": 0, "window": 8, "policy": policy, "health": MuxHealth()}
-        handlers = MuxHandlers(router, CallCounters(()), **options)
+        handlers = MuxHandlers(router, CallCounters(()), charges=lambda: True, **options)
         server = GrpcServer(handlers.protocol)
         server.add(sock)
         await server.start()

@@ -5,18 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from teimgr.errors import TeimgrError
 from teimgr.observability.request_context import RequestContext, use_context
+from teimgr.wire.json_messages import MessageLink
 from teimgr.wire.routing.on_demand import ModelLoads
-
-
-class MessageLink(Protocol):
-    """The control link of the mux."""
-
-    def send(self, **values: str) -> None:
-        """Send a message of values that are JSON already."""
 
 
 class LoadsForMux:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Protocol
+from typing import Any
 
 from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.errors import Overloaded, TeimgrError, Unavailable
-from teimgr.wire.tenants.quotas import LEASE_S, MAX_TOKENS, lease_given
+from teimgr.wire.json_messages import MessageLink
+from teimgr.wire.tenants.quotas import LEASE_S, MAX_ROWS, MAX_TOKENS, lease_given
 from teimgr.wire.tenants.table import TENANTS
 from teimgr.worker.tenant_meter import Account, Standing
 
 MAX_OPEN = 16_384
 """Charges and leases of one mux that are not settled."""
-_MAX_ROWS = 1024  # of a message
 _MAX_COUNT = 1 << 53
-
-
-class MessageLink(Protocol):
-    """The control link of the mux."""
-
-    def send(self, **values: str) -> None:
-        """Send a message of values that are JSON already."""
 
 
 class LeasesForMux:
@@ -99,7 +92,7 @@ class LeasesForMux:
 
 
 def _rows(given: list[Any]) -> list[Any]:
-    if len(given) > _MAX_ROWS:
+    if len(given) > MAX_ROWS:
         raise ValueError(f"{len(given)} rows in one message")
     return given
 

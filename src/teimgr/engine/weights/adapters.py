@@ -107,7 +107,7 @@ def _merge(module: nn.Module, layer: str, parts: dict[str, Tensor], adapter: Ada
     )
     scale = _scale(adapter, layer, a.shape[0])
     change = scale * (b @ a)
-    # The layer decides, as in PEFT, whatever the adapter's `fan_in_fan_out` says: GPT-2's layers are [in, out].
+    # As in PEFT, the type of the layer counts and not the adapter's `fan_in_fan_out`: GPT-2's layers are [in, out].
     transposed = any(type(one).__name__ == "Conv1D" and one.weight is weight for one in module.modules())
     if transposed or is_table:
         change = change.T

@@ -205,7 +205,7 @@ class RouterView(Protocol):
 
     @property
     def may_load(self) -> Callable[[str], bool]:
-        """Return a function that says whether the caller may load a model, by its id, that no instance has."""
+        """Return a function that is True for the ids of models without an instance that the caller may load."""
 
 
 def not_loaded(entry: RouteEntry) -> NotLoaded:

@@ -137,6 +137,8 @@ def room(limits: Limits, spent: Spent, in_flight: int, now_ns: int, day: int) ->
 LEASE_S = 2.0
 """How long a lease may be used, from the request for it on. So in any window of T seconds at most `burst + rate *
 (T + LEASE_S)` tokens are admitted by all hosts."""
+MAX_ROWS = 1024
+"""Calls, or rows of use, in one message between the daemon and a mux that leases."""
 _AHEAD_S = 0.5
 _MEAN_S = 1.0
 _LEASED_PART = 8
