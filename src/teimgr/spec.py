@@ -680,23 +680,32 @@ class InstanceView:
     incident: Incident | None = None
     """The latest."""
 
+    @property
+    def may_serve(self) -> bool:
+        """True if it takes calls, or would be started or loaded for one."""
+        return may_serve(self.state, on_demand=self.spec.load == "on_demand")
 
-def may_serve(view: InstanceView) -> bool:
+
+def may_serve(state: State, *, on_demand: bool) -> bool:
     """True if an instance takes calls, or would be started or loaded for one."""
-    is_loadable = view.spec.load == "on_demand" and view.state in (State.UNLOADED, State.STOPPING)
-    return is_loadable or view.state in (State.RUNNING, State.STARTING)
+    return state in (State.RUNNING, State.STARTING) or (on_demand and state in (State.UNLOADED, State.STOPPING))
+
+
+def is_same_space(one: object, other: object, settings: str, other_settings: str) -> bool:
+    """True if vectors of two instances of one model id can be compared; decided by their settings until both spaces are
+    known, that is not empty.
+    """
+    return one == other if one and other else settings == other_settings
 
 
 def other_space(view: InstanceView, of_model: Iterable[InstanceView]) -> str | None:
-    """Return the instance in whose space calls by the model id are answered, None if `view` is in it: by the rule of
-    `wire/routing/router.py`. `of_model` are the instances of the model id in order of creation.
+    """Return the instance in whose space calls by the model id are answered, None if `view` is in it. `of_model` are
+    the instances of the model id in order of creation.
     """
-    if (first := next(filter(may_serve, of_model), None)) is None:
+    if (first := next((one for one in of_model if one.may_serve), None)) is None:
         return None
-    spaces = [one.model.space if one.model else "" for one in (first, view)]
-    settings = [one.spec.space_settings for one in (first, view)]
-    its, own = spaces if all(spaces) else settings
-    return first.spec.name if its != own else None
+    its, own = (one.model.space if one.model else "" for one in (first, view))
+    return None if is_same_space(its, own, first.spec.space_settings, view.spec.space_settings) else first.spec.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from teimgr import __version__
 from teimgr.api.gateway.routes import WEAVIATE_BASES
 from teimgr.http.auth.policy import Caller, caller_of
 from teimgr.models.source import shown_id
-from teimgr.spec import InstanceView, Kind, LoadedModel, RouteEntry, State, may_serve, other_space
+from teimgr.spec import InstanceView, Kind, LoadedModel, RouteEntry, State, other_space
 from teimgr.wire.error_bodies import JSON_TYPE
 
 INFINITY_HEALTH = ("/v1/health", "/infinity/health", "/infinity/v1/health")
@@ -158,7 +158,7 @@ class ModelCards:
         for view in views:
             self._by_name[view.spec.name] = view
             self._by_model[view.spec.model_id].append(view)
-            if may_serve(view):
+            if view.may_serve:
                 self._first.setdefault(view.spec.model_id, view)
 
     def card(self, name: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from teimgr.errors import (
 from teimgr.http.auth.policy import Caller
 from teimgr.http.byte_budget import ByteBudget
 from teimgr.observability.request_context import current_tenant
-from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint
+from teimgr.spec import RouteEntry, RoutingSnapshot, State, WorkerEndpoint, is_same_space, may_serve
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import Flag, Method, Payload
 from teimgr.wire.protobuf import Target
@@ -234,15 +234,11 @@ class _Instance:
     @property
     def may_serve(self) -> bool:
         """True if it runs, or would be started or loaded for a call."""
-        return self.entry.state in (State.RUNNING, State.STARTING) or self.entry.is_loadable
+        return may_serve(self.entry.state, on_demand=self.entry.on_demand)
 
     def has_space_of(self, other: _Instance) -> bool:
-        """True if vectors of two instances of one model id can be compared; decided by their settings until both
-        spaces are known.
-        """
-        if self.spaces and other.spaces:
-            return self.spaces == other.spaces
-        return self.entry.space_settings == other.entry.space_settings
+        """True if vectors of two instances of one model id can be compared."""
+        return is_same_space(self.spaces, other.spaces, self.entry.space_settings, other.entry.space_settings)
 
     def usable(self) -> list[Replica]:
         """The replicas that take calls.
