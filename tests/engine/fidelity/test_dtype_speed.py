@@ -50,7 +50,7 @@ def test_a_model_has_the_speed_of_each_type_that_runs_here(model_dir: Callable[.
     assert found.layer_us["float32"] > 0
     assert ("int8" in found.layer_us) == MULTIPLIES_BYTES
     if HAS_FORWARD and LIBRARY is not None:
-        assert ("bfloat16" in found.layer_us) == (LIBRARY.level >= BFLOAT16_LEVEL)
+        assert "bfloat16" in found.layer_us
     assert found.reason
 
 

@@ -29,11 +29,12 @@ from teimgr.engine.native_forward.kernel import ForwardKernel, forward_kernel
 from teimgr.engine.native_forward.lowering import lower
 from teimgr.engine.native_forward.program import CannotLowerError, Columns, ForwardProgram, Step, Table
 from teimgr.engine.native_forward.trace import trace_forward
-from teimgr.engine.native_library import LEVELS
+from teimgr.engine.native_library import BFLOAT16_LEVEL, LEVELS
 
 pytestmark = needs_native_forward
 # Those that have a code of their own; attention alone has one for "baseline".
 HERE = LEVELS[1 : LIBRARY.level + 1] if LIBRARY else ()
+MULTIPLY_BFLOAT16 = [level for level in HERE if LEVELS.index(level) >= BFLOAT16_LEVEL]
 VOCABULARY = 300
 _WIDE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -94,8 +95,6 @@ def own(module: Any, text: Encoded) -> Tensor:
 
 
 def skip_where_not_multiplied(dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and "avx512_bf16" not in HERE:
-        pytest.skip("this CPU multiplies no bfloat16")
     if dtype is torch.int8 and not MULTIPLIES_BYTES:
         pytest.skip("this CPU multiplies no bytes")
 
@@ -140,10 +139,28 @@ def test_weights_that_a_file_has_in_16_bits_are_kept_so_and_give_the_bits_of_flo
                 assert torch.equal(found, expected), (lengths, threads)
 
 
-@pytest.mark.parametrize("level", ["avx512_bf16", "amx"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("level", HERE)
+def test_16_bits_that_are_not_multiplied_give_the_bits_of_float32_with_rounded_weights(
+    bert: Any, level: str, dtype: torch.dtype
+) -> None:
+    if dtype is torch.bfloat16 and level in MULTIPLY_BFLOAT16:
+        pytest.skip(f"{level} multiplies bfloat16")
+    rounded = copy.deepcopy(bert)
+    for layer in rounded.encoder.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = layer.weight.data.to(dtype).float()
+    kept = ForwardKernel(lower(trace_forward(bert, {})), dtype, level=level)
+    whole = ForwardKernel(lower(trace_forward(rounded, {})), torch.float32, level=level)
+    assert kept.multiplies is torch.float32
+
+    batch = pack(texts_of(LENGTHS))
+    for found, expected in zip(run(kept, batch, 2), run(whole, batch, 2), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("level", MULTIPLY_BFLOAT16)
 def test_bfloat16_is_close(module: Any, level: str) -> None:
-    if level not in HERE:
-        pytest.skip(f"this CPU has no {level}")
     kernel = ForwardKernel(lower(trace_forward(module, options(module))), torch.bfloat16, level=level)
     texts = texts_of(LENGTHS)
 
@@ -459,13 +476,9 @@ def test_the_environment_turns_it_off(value: str, bert: Any, monkeypatch: pytest
         forward_kernel(bert, {}, torch.float32)
 
 
-def test_a_dtype_that_the_instructions_do_not_multiply_is_refused(bert: Any) -> None:
-    program = lower(trace_forward(bert, {}))
-
-    with pytest.raises(CannotLowerError, match="float16"):
-        ForwardKernel(program, torch.float16)
-    with pytest.raises(CannotLowerError, match="bfloat16"):
-        ForwardKernel(program, torch.bfloat16, level="avx2")
+def test_a_dtype_of_no_weights_is_refused(bert: Any) -> None:
+    with pytest.raises(CannotLowerError, match="float64"):
+        ForwardKernel(lower(trace_forward(bert, {})), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

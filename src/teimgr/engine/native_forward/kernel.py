@@ -186,16 +186,18 @@ def forward_kernel(
 
 
 class ForwardKernel:
-    """A program with its weights in `dtype`: float32, bfloat16, or int8, which has a scale for each column of a layer
-    and for each token's row; between the layers it computes in bfloat16 where the CPU has it, else in float32. Weights
-    that are the same in 16 bits, as a file may store them, take these alone, and float32 is made of them when they are
-    read: the results are those of float32.
+    """A program with its weights in `dtype`.
+
+    Layers of bfloat16 are multiplied in it where the CPU has such products. Elsewhere, and in float16 everywhere, the
+    weights are kept in 16 bits and read as float32, in which everything is computed. The same is done in float32 with
+    weights that 16 bits hold exactly, as a file may store them. int8 has a scale for each column of a layer and for
+    each token's row; between the layers it computes in bfloat16 where the CPU has it, else in float32.
 
     Tables of positions are those of texts of up to `trained` tokens; longer texts have tables of that length, so
     that a batch with one has texts of its length alone.
 
     Raises:
-        CannotLowerError: the library is missing, or the CPU lacks the instructions for `dtype`, or the program reads a
+        CannotLowerError: the library is missing, or the CPU lacks the instructions for int8, or the program reads a
             result in a way that the library does not.
     """
 
@@ -211,8 +213,9 @@ class ForwardKernel:
         self._panel = int(library.panel_width(self._level))
         byte_sum_bits = int(library.byte_sum_bits(self._level))
         has_bfloat16, is_int8 = self._level >= BFLOAT16_LEVEL, dtype is torch.int8
-        self._bfloat16 = has_bfloat16 and dtype is not torch.float32
-        known = {torch.float32: True, torch.bfloat16: has_bfloat16, torch.int8: bool(byte_sum_bits)}
+        self._bfloat16 = has_bfloat16 and (is_int8 or dtype is torch.bfloat16)
+        self._weights = torch.float32 if is_int8 else dtype
+        known = {**dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), True), torch.int8: bool(byte_sum_bits)}
         if not self._panel or not known.get(dtype, False):
             raise CannotLowerError(f"no {dtype} on {LEVELS[self._level]}")
         if is_int8:
@@ -245,6 +248,11 @@ class ForwardKernel:
         self._trained = sys.maxsize if trained is None else trained
         self._sized = self._of_positions(min(_FIRST_POSITIONS, self._trained))
         self._longer: _SizedProgram | None = None  # of the last length beyond `trained`
+
+    @property
+    def multiplies(self) -> torch.dtype:
+        """The dtype of the operands of its products, but for those of int8: bfloat16 or float32."""
+        return torch.bfloat16 if self._bfloat16 else torch.float32
 
     def __call__(self, batch: PackedBatch, positions: NDArray[np.int64], threads: int) -> Tensor:
         """Hidden states, float32 [T, width], or [N, width] if the batch has `kept` tokens; `positions` are int64 [T].
@@ -475,7 +483,10 @@ class ForwardKernel:
     def _stored_dtype(self, step: Step) -> torch.dtype:
         """Return the dtype in which the weights of a linear layer are kept."""
         assert step.weights is not None
-        return torch.bfloat16 if self._bfloat16 else narrowest((step.weights, *step.further))
+        if self._bfloat16:
+            return torch.bfloat16
+        exact = narrowest((step.weights, *step.further))
+        return self._weights if exact is torch.float32 else exact
 
     def _reads_bytes(self, step: Step) -> bool:
         return step.x is not None and step.x.key in self._quantised
