@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -13,6 +12,7 @@ import pytest
 
 from teimgr.http.tls import TlsTransport
 from tests.support.credentials import Authority, needs_openssl
+from tests.support.measures import watch_turns
 from tests.support.polling import eventually, on_uvloop
 
 pytestmark = needs_openssl
@@ -133,12 +133,6 @@ async def test_many_connections_in_records_of_one_byte_hold_the_loop_for_some_tu
         made.append(Reading())
         return made[-1]
 
-    async def watch() -> None:
-        while True:
-            began = time.thread_time()
-            await asyncio.sleep(0)
-            held.append(time.thread_time() - began)
-
     async with server(server_context, protocol) as (port, _):
         trust = ssl.create_default_context(cafile=authority.ca)
         clients = [Client(trust, port) for _ in range(CONNECTIONS)]
@@ -146,7 +140,7 @@ async def test_many_connections_in_records_of_one_byte_hold_the_loop_for_some_tu
             await client.shake_hands()
         sent = [client.records(2500) for client in clients]
         await eventually(lambda: len(made) == CONNECTIONS)
-        watching = asyncio.create_task(watch())
+        watching = asyncio.create_task(watch_turns(held))
         for client, data in zip(clients, sent, strict=True):
             assert client.sock.send(data) == len(data)
         await eventually(lambda: all(len(each.received) == 2500 for each in made))
@@ -156,6 +150,48 @@ async def test_many_connections_in_records_of_one_byte_hold_the_loop_for_some_tu
         for each in made:
             await each.lost
     assert max(held) < 0.04
+
+
+@on_uvloop
+async def test_a_large_write_holds_the_loop_for_some_turns_only_and_pauses_its_writer(
+    authority: Authority, server_context: ssl.SSLContext
+) -> None:
+    """To encrypt 64 MiB takes 60 to 100 ms."""
+
+    class Writing(Reading):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            self.told = list[str]()
+
+        def pause_writing(self) -> None:
+            self.told.append("pause")
+
+        def resume_writing(self) -> None:
+            self.told.append("resume")
+
+    made, held, size = list[Writing](), [0.0], 64 * 2**20
+
+    def protocol() -> Writing:
+        made.append(Writing())
+        return made[-1]
+
+    async with server(server_context, protocol) as (port, _):
+        client = Client(ssl.create_default_context(cafile=authority.ca), port)
+        await client.shake_hands()
+        await eventually(lambda: bool(made))
+        watching = asyncio.create_task(watch_turns(held))
+        made[0].transport.writelines([b"head", bytes(size)])
+        assert made[0].told == ["pause"]
+        assert made[0].transport.get_write_buffer_size() >= size
+        received = 0
+        while received < size:
+            received += len(await asyncio.get_running_loop().sock_recv(client.sock, 2**20))
+        await eventually(lambda: made[0].told[-1] == "resume")
+        watching.cancel()
+        client.sock.close()
+        await made[0].lost
+    assert made[0].told == ["pause", "resume"] * (len(made[0].told) // 2)
+    assert max(held) < 0.03
 
 
 @pytest.mark.parametrize("pauses", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -55,6 +56,14 @@ def held_s(work: Callable[[], object], repeats: int = 1) -> float:
             work()
         found.append(probe.held_s)
     return min(found)
+
+
+async def watch_turns(held_s: list[float]) -> None:
+    """Append the processor time of each turn of the running loop, until it is cancelled."""
+    while True:
+        began = time.thread_time()
+        await asyncio.sleep(0)
+        held_s.append(time.thread_time() - began)
 
 
 def resident_mib(processes: Iterable[psutil.Process]) -> dict[str, float]:

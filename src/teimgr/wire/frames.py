@@ -218,6 +218,8 @@ _INDEX = re.compile("[0-9]{1,9}")
 _OWN_BUFFER_BYTES = 64 * 1024
 _SHARED_BUFFER_BYTES = 256 * 1024
 _LINGER_S = 0.001  # longest wait of a frame that may linger
+# Written at once to a connection over TLS: uvloop encrypts all of it in that call, 40 MiB in 50 to 115 ms.
+_ENCRYPTED_BYTES = 2**21
 # Parts, two per frame, at which frames are flushed before the end of a busy turn, so that the processes on both sides
 # work in parallel.
 _MAX_QUEUED_PARTS = 32
@@ -235,6 +237,9 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._outgoing: list[Payload] = []
+        self._is_encrypted = False
+        self._has_rest = False  # of a large write, for the next turn of the loop
+        self._closes = False
         self._flush_scheduled = False
         self._linger: asyncio.TimerHandle | None = None
         self._shared = bytearray(_SHARED_BUFFER_BYTES)
@@ -258,7 +263,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     @property
     def is_open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        return self._transport is not None and not self._closes and not self._transport.is_closing()
 
     def send(
         self,
@@ -287,6 +292,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._outgoing.append(b"".join((head, context, before)))
         if payload:
             self._outgoing.append(payload)
+        if self._has_rest:
+            return
         if len(self._outgoing) >= _MAX_QUEUED_PARTS:
             self._flush()
         elif linger:
@@ -303,9 +310,9 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Write the queued frames, then close."""
-        self._flush()
-        if self._transport is not None:
-            self._transport.close()
+        self._closes = True
+        if not self._has_rest:
+            self._flush()
 
     def _flush(self) -> None:
         self._flush_scheduled = False
@@ -313,13 +320,31 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self._linger.cancel()
             self._linger = None
         outgoing, self._outgoing = self._outgoing, []
+        if self._is_encrypted:
+            self._keep_rest(outgoing)
         if outgoing and self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(outgoing)
+        if self._closes and not self._has_rest and self._transport is not None:
+            self._transport.close()
+
+    def _keep_rest(self, outgoing: list[Payload]) -> None:
+        """Leave `_ENCRYPTED_BYTES` in `outgoing`; the rest is written in the next turns of the loop."""
+        room = _ENCRYPTED_BYTES
+        for place, part in enumerate(outgoing):
+            if len(part) > room:
+                self._outgoing = [memoryview(part)[room:], *outgoing[place + 1 :]]
+                outgoing[place:] = [memoryview(part)[:room]]
+                break
+            room -= len(part)
+        self._has_rest = bool(self._outgoing)
+        if self._has_rest:
+            self._loop.call_soon(self._flush)
 
     # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._is_encrypted = transport.get_extra_info("sslcontext") is not None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
