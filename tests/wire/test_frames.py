@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.credentials import Authority, needs_openssl
+from tests.support.measures import watch_turns
+from tests.support.polling import eventually, on_uvloop
 
 from teimgr.errors import Code, TeimgrError, error_from_code
 from teimgr.http.tls import TlsTransport
@@ -36,9 +39,6 @@ from teimgr.wire.frames import (
     split_timings,
     unpack_error,
 )
-from tests.support.credentials import Authority, needs_openssl
-from tests.support.measures import watch_turns
-from tests.support.polling import eventually, on_uvloop
 
 LIMIT = 4 * 1024 * 1024
 
