@@ -11,7 +11,6 @@ successor takes over the path while its predecessor drains.
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import glob
 import json
 import logging
@@ -422,8 +421,7 @@ def main(arguments: list[str]) -> int:
         print(f"usage: python -m teimgr.mux.process <config.json>: {error}", file=sys.stderr)
         return _EXIT_BAD_CONFIG
     logs.setup(config.log_level, config.log_format, sys.stderr)
-    faulthandler.enable()
-    logs.write_stacks_on_signal()
+    logs.write_stacks(sys.stderr)
     try:
         uvloop.run(serve(config, is_beside=BESIDE in arguments[2:]))
     except TeimgrError as error:

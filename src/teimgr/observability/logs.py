@@ -118,9 +118,11 @@ def keep_in_file(path: Path, limit_bytes: int, keep: int) -> None:
     logging.getLogger().addHandler(handler)
 
 
-def write_stacks_on_signal() -> None:
-    """Make `STACKS_SIGNAL` write the stacks of all threads to standard error, even while the interpreter is busy."""
-    faulthandler.register(STACKS_SIGNAL, file=2)
+def write_stacks(stream: TextIO) -> None:
+    """Write the stacks of all threads to `stream` on a fatal error, and on `STACKS_SIGNAL`, even while the interpreter
+    is busy."""
+    faulthandler.enable(stream)
+    faulthandler.register(STACKS_SIGNAL, stream)
 
 
 def parse_levels(text: str) -> dict[str, int]:

@@ -94,7 +94,7 @@ def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports
     """
     spec = WorkerSpec.from_json(spec_json)
     logs.setup(spec.log_level, spec.log_format, fields={"node": spec.host} if spec.host else None)
-    logs.write_stacks_on_signal()
+    logs.write_stacks(sys.stdout)
     listener = socket.socket(fileno=listener_fd)
     listener.setblocking(False)
     shared = {int(number): socket.socket(fileno=descriptor) for number, descriptor in json.loads(ports).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import tracemalloc
 from pathlib import Path
@@ -190,3 +191,26 @@ def test_an_ogg_of_very_many_pages_is_refused() -> None:
     with pytest.raises(InvalidInput, match="truncated or broken"):
         files._check_ogg(page * 60_002 + page[:5] + bytes((4,)) + page[6:])
     files._check_ogg(page * 100 + page[:5] + bytes((4,)) + page[6:])
+
+
+def test_broken_frames_of_an_mp3_write_nothing_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    """libmpg123 writes a line for each; two threads decode at a time."""
+    whole = sound_file(PLAIN, *FORMS["MP3"])
+    broken = bytes(byte ^ 0xFF if at > 2000 and at % 400 == 0 else byte for at, byte in enumerate(whole))
+    samples = []
+    threads = [threading.Thread(target=lambda: samples.append(_decoded(broken))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    os.write(2, b"of others\n")
+    assert len(samples) == 2
+    assert capfd.readouterr().err == "of others\n"
+
+
+def _decoded(data: bytes) -> int:
+    try:
+        return len(decode(data, RATE))
+    except InvalidInput:
+        return 0

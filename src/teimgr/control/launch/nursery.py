@@ -364,7 +364,7 @@ def become_worker_process(spec: WorkerSpec, kept: Sequence[int], log: int) -> No
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)
     gc.enable()
-    faulthandler.enable()
+    faulthandler.enable(sys.stdout)
 
 
 def driver_was_initialised() -> bool:
@@ -411,6 +411,7 @@ def _wire_streams(log: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)  # a log that is read while it grows
+    sys.stderr = sys.stdout  # C libraries alone write to descriptor 2, which may be silenced
 
 
 def _close_all_but(kept: Sequence[int]) -> None:

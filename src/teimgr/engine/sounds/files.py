@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -63,6 +65,38 @@ class Header(NamedTuple):
         return self.frames / self.rate
 
 
+class _QuietLibrary:
+    """Drops what C libraries write to stderr meanwhile, in any number of threads at a time.
+
+    libmpg123 writes a line for each broken frame of an MP3, so a caller could fill the log and rotate it away. Python's
+    own output and `faulthandler` of a worker go to stdout.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._kept = -1
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._threads == 0:
+                self._kept = os.dup(2)
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, 2)
+                os.close(null)
+            self._threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if self._threads == 0:
+                os.dup2(self._kept, 2)
+                os.close(self._kept)
+
+
+_QUIET_LIBRARY = _QuietLibrary()
+
+
 def read_header(data: bytes) -> Header:
     """Return format and length of a sound file by its header.
 
@@ -78,7 +112,7 @@ def read_header(data: bytes) -> Header:
         )
     form = _format(data)
     _CHECKS[form](data)
-    with _opened(data, form) as file:
+    with _QUIET_LIBRARY, _opened(data, form) as file:
         header = Header(form, int(file.samplerate), int(file.channels), int(file.frames))
     _check(header)
     return header
@@ -112,7 +146,11 @@ def decode(data: bytes, rate: int) -> NDArray[np.float32]:
     Raises:
         InvalidInput: the file is cut or broken, or a sample is not a number.
     """
-    header = read_header(data)
+    with _QUIET_LIBRARY:
+        return _decoded(data, read_header(data), rate)
+
+
+def _decoded(data: bytes, header: Header, rate: int) -> NDArray[np.float32]:
     found = np.empty(-(-header.frames * rate // header.rate) + rate, np.float32)
     filled = 0
     for part in _resampled(_blocks(data, header), header, rate):
