@@ -10,6 +10,8 @@ have equal length, so bulk texts cost nothing each. The rules of `next_batch`:
 3. A batch holds the lane's oldest texts and then those of nearest length, until a bound is reached. So no text
    starves, and texts of equal length are batched together. Where several tenants wait, they share by `FairLane`.
 4. Bulk batches are small while interactive entries arrived lately: the next query waits for at most one such batch.
+5. Interactive batches are small while several tenants sent queries lately, and smaller if one of them has few tokens
+   waiting: its query waits for one small batch of the others, and is computed in another.
 
 Where each lane has its own thread (`BatchLimits.own_threads`), 2 and 4 do not apply: a query waits for no batch of
 bulk, and the scheduler of the system divides the processor between the lanes.
@@ -47,6 +49,8 @@ _AHEAD_TEXTS = 32_768
 _AHEAD_TOKENS = 2**20
 _AHEAD_BATCHES = 4
 
+_BESIDE_FEW = 4  # times the least waiting tokens of a tenant are a batch of several tenants
+
 # The fixed cost of a batch in tokens: one short query alone occupies the device for about this long.
 BATCH_OVERHEAD_TOKENS = 64
 
@@ -55,7 +59,8 @@ BATCH_OVERHEAD_TOKENS = 64
 class BatchLimits:
     """The bounds of a batch. A text longer than a token bound is a batch on its own.
 
-    `own_threads`: each lane has its own thread; they run at the same time.
+    `own_threads`: each lane has its own thread; they run at the same time. `shared_query_tokens` are those of an
+    interactive batch while several tenants send queries; None: as many as otherwise.
     """
 
     tokens: int
@@ -64,6 +69,7 @@ class BatchLimits:
     bulk_share: float = 0.2
     interactive_memory_s: float = 1.0
     own_threads: bool = False
+    shared_query_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -180,7 +186,8 @@ class EntryQueue:
         self._lanes = {lane: FairLane() for lane in Lane}
         self.token_cap = TokenCap(limits.tokens, clock)  # used by the threads that take batches
         self._bulk_credit = 0.0
-        self._interactive_seen = -float("inf")
+        self._interactive_seen = self._tenants_changed = -float("inf")
+        self._tenant: int | None = None  # of the last query
         self._closed = False
         self._abandoned = False
         self._throughput = LaneThroughput()
@@ -201,6 +208,10 @@ class EntryQueue:
                 lane = entry.job.lane
                 self._lanes[lane].put(entry)
                 lanes.add(lane)
+                if lane is Lane.INTERACTIVE and entry.job.share.tenant != self._tenant:
+                    if self._tenant is not None:
+                        self._tenants_changed = self._clock()
+                    self._tenant = entry.job.share.tenant
             if Lane.INTERACTIVE in lanes:
                 self._interactive_seen = self._clock()
                 self._has_queries.notify()
@@ -289,9 +300,15 @@ class EntryQueue:
         return Lane.BULK if due else Lane.INTERACTIVE
 
     def _budget(self, lane: Lane) -> int:
-        recently = self._clock() - self._interactive_seen < self._limits.interactive_memory_s
-        is_small = lane is Lane.BULK and recently and not self._limits.own_threads
-        most = self._limits.bulk_tokens_beside_interactive if is_small else self._limits.tokens
+        since, limits = self._clock() - self._limits.interactive_memory_s, self._limits
+        most = limits.tokens
+        if lane is Lane.BULK:
+            if self._interactive_seen > since and not limits.own_threads:
+                most = limits.bulk_tokens_beside_interactive
+        elif limits.shared_query_tokens is not None and self._tenants_changed > since:
+            most = min(most, limits.shared_query_tokens)
+            if (least := self._lanes[lane].least_of_several) is not None:
+                most = min(most, max(BATCH_OVERHEAD_TOKENS, _BESIDE_FEW * least))
         return min(most, self.token_cap.tokens)
 
     def _settle(self, lane: Lane, tokens: int) -> None:
