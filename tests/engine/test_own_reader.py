@@ -271,7 +271,7 @@ def test_it_is_run_for_dense_vectors_alone(tmp_path: Path) -> None:
     folder = model_of(tmp_path / "model", OLD)
     write(folder / "config_sentence_transformers.json", {"model_type": "SparseEncoder"})
 
-    with pytest.raises(ModelLoadFailed, match="run for dense vectors alone: the model is of the kind sparse"):
+    with pytest.raises(ModelLoadFailed, match="run only for dense vectors: the model is of the kind sparse"):
         read_layout(folder, trust_remote_code=True)
 
 

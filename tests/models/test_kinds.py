@@ -135,7 +135,7 @@ def test_a_pooling_that_means_nothing_is_a_warning(tmp_path: Path, make: Make) -
 
     assert "cls" not in layout.poolings
     kind = layout.kind.value
-    assert f"pooling = 'cls' is not used: a model of the kind {kind} has its own way" in layout.warnings
+    assert f"pooling = 'cls' is ignored: models of the kind {kind} have their own pooling" in layout.warnings
     with pytest.raises(ModelLoadFailed, match="strict_model_files"):
         read_layout(tmp_path, "cls", strict=True)
 

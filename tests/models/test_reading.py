@@ -105,7 +105,7 @@ def test_modules_that_read_another_output_of_the_transformer_are_refused(tmp_pat
     write_modules(bert, "sentence_transformers.sparse_encoder.models.MLMTransformer", pooled)
     write_modules(splade, "sentence_transformers.models.Transformer", read(splade / "modules.json")[1]["type"])
 
-    with pytest.raises(ModelLoadFailed, match="task is fill-mask, and the modules behind it are served for feature"):
+    with pytest.raises(ModelLoadFailed, match="task is fill-mask, and modules after it are served only for feature"):
         read_layout(bert)
     with pytest.raises(ModelLoadFailed, match=r"task is feature-extraction, .* for fill-mask"):
         read_layout(splade)

@@ -168,7 +168,9 @@ def test_a_reranker_whose_card_does_not_name_it_is_served_by_request_with_a_warn
             read_layout(path)
     layout = read_layout(path, kind="reranker")
 
-    assert [warning.partition(":")[0] for warning in layout.warnings] == ["the files do not say how pairs are scored"]
+    assert [warning.partition(":")[0] for warning in layout.warnings] == [
+        "the files do not define how pairs are scored"
+    ]
     with pytest.raises(ModelLoadFailed, match="strict_model_files"):
         read_layout(path, kind="reranker", strict=True)
 

@@ -163,7 +163,9 @@ def test_parts_that_would_be_copied_whole_are_refused() -> None:
     half = mux_pb2.EmbedRequest(request=tei_pb2.EmbedRequest(inputs="a" * 600_000)).SerializeToString()
 
     for join in (lambda: read_envelope(half * 2, 2), lambda: without_fields(half + b"\x28\x01" + half, 5)):
-        with pytest.raises(InvalidInput, match="in 2 pieces of more than 1048576 bytes together: send each field once"):
+        with pytest.raises(
+            InvalidInput, match="repeats a field 2 times, with more than 1048576 bytes in total: send each field once"
+        ):
             join()
 
 

@@ -337,7 +337,7 @@ async def test_no_rows_have_the_types_of_many(m3_link: WorkerLink, outputs: list
         ({"dimensions": WIDTH + 1}, Code.INVALID_INPUT, "`dimensions`"),
         ({"prompt_name": "nobody"}, Code.INVALID_INPUT, "nobody"),
         ({"key_columns": ["nobody"]}, Code.INVALID_INPUT, "No column is named `nobody`"),
-        ({"key_columns": ["error"]}, Code.INVALID_INPUT, "Key columns may not be called"),
+        ({"key_columns": ["error"]}, Code.INVALID_INPUT, "Key columns must not be called"),
     ],
     ids=str,
 )

@@ -1,7 +1,7 @@
-"""Reading the JSON files of models and the heads of their safetensors, with limits of size, number of values and depth.
+"""Reads the JSON files of models and the heads of their safetensors, with limits on size, number of values and depth.
 
-Anyone may have uploaded a model's files. All code that parses one (the daemon for `/models` and new instances, the
-fetcher, the worker) uses this module, so that no file is larger, deeper or of another shape than its reader can take.
+The files are untrusted. All code that parses one (the daemon for `/models` and new instances, the fetcher, the worker)
+uses this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from teimgr.models.source import file_problem
 from teimgr.wire import json_scan
 
 _MIB = 1 << 20
-# The most bytes of any file, and of the kinds that are larger; the largest known ones have 33, 9 and 9 MB.
+# The most bytes of any file, and of the larger kinds, of which the largest known files have 33, 9 and 9 MB.
 _MAX_BYTES = 4 * _MIB
 _MAX_BYTES_OF = {
     "tokenizer.json": 64 * _MIB,
@@ -34,13 +34,12 @@ _MAX_VALUES_OF_OTHERS = 1_000_000
 _MAX_CONTAINERS_OF_OTHERS = 100_000
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 POINTER = b"version https://git-lfs.github.com/spec/"
-"""First bytes of the pointer that git checks out in place of a large file if git-lfs is not installed."""
+"""First bytes of the pointer that git without git-lfs checks out in place of a large file."""
 IS_POINTER = "is a pointer of git-lfs and not the file itself: run `git lfs pull` in the directory"
 _SHOWN_CHARS = 80
-# The library's decoder holds the GIL until it is done, some 0.1 s for a million lists: longer texts are decoded in
-# pieces.
+# Longer texts are decoded in pieces: the library's decoder holds the GIL throughout, some 0.1 s for a million lists.
 _WHOLE_BYTES = 64 * 1024
-# The most digits of an integer, which code multiplies; the longest known is a `model_max_length` of 31 digits.
+# The most digits of an integer, since code multiplies them; the longest known, a `model_max_length`, has 31.
 _MAX_DIGITS = 40
 MAX_DEPTH = 64
 """The deepest nesting of objects and lists; known files have ten levels."""
@@ -102,7 +101,7 @@ def parse(content: bytes, name: str) -> Any:
     """
     if content.startswith(POINTER):
         raise ModelLoadFailed(f"{name} {IS_POINTER}")
-    # An upper bound, counted in the text before anything is built: each value but the first is behind one of these.
+    # An upper bound before anything is built: one of these characters precedes each value but the first.
     values = sum(content.count(mark) for mark in (b",", b":", b"[", b"{"))
     is_vocabulary = name.rpartition("/")[2] in _VOCABULARIES
     limit = MAX_VALUES if is_vocabulary else _MAX_VALUES_OF_OTHERS
@@ -130,9 +129,9 @@ def _read(path: Path) -> Any:
             content = file.read(most_bytes(path.name) + 1)
     except OSError as error:
         raise ModelLoadFailed(f"{_shown(path)} cannot be read: {error.strerror or error}") from error
-    if len(content) > most_bytes(path.name):  # it grew
+    if len(content) > most_bytes(path.name):  # it grew after the check
         raise ModelLoadFailed(f"{path.name} has more than {most_bytes(path.name):,} bytes")
-    if (value := parse(content, _shown(path))) is None:  # `null`, in a file that exists
+    if (value := parse(content, _shown(path))) is None:  # the file is `null`
         raise ModelLoadFailed(f"{_shown(path)} holds null")
     return value
 
@@ -167,7 +166,7 @@ def _integer(digits: str) -> int:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
-_WITH_LONG_NUMBERS = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)  # takes twice as long
+_WITH_LONG_NUMBERS = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)  # half as fast
 _TOO_LONG, _AS_ZEROS = b"0" * (_MAX_DIGITS + 1), bytes(48 if 48 <= byte <= 57 else 32 for byte in range(256))
 
 
@@ -195,15 +194,15 @@ def _is_deep(value: Any) -> bool:
 
 
 MAX_HEAD_BYTES = 16 * 2**20
-"""Known ones have 1 MB."""
+"""Known heads have 1 MB."""
 MAX_TENSORS = 30_000
-"""Of a model. Known ones have 19,000, with an expert's weights one by one; of 200,000 the libraries take minutes."""
-_MAX_DIMENSIONS, _MAX_SIZE = 8, 2**63 - 1  # the product of more and larger ones takes long
+"""The most tensors of a model. Known ones have 19,000; for 200,000 the libraries take minutes."""
+_MAX_DIMENSIONS, _MAX_SIZE = 8, 2**63 - 1  # bound the time of their product
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTensor:
-    """One tensor of a file. `begin` and `end` are places in the file."""
+    """One tensor of a file. `begin` and `end` are offsets in the file."""
 
     name: str
     dtype: str
@@ -237,17 +236,17 @@ def read_head(file: Path) -> list[HeadTensor]:
         if whole < 8 + size:
             raise CutShort(f"{file.name} ends too soon")
         content = opened.read(size)
-    if content.count(b'"data_offsets"') > MAX_TENSORS:  # counted before any is made
+    if content.count(b'"data_offsets"') > MAX_TENSORS:  # before any is built
         raise ModelLoadFailed(f"{file.name} has more than {MAX_TENSORS:,} tensors")
     head = parse(content, file.name)
     try:
         return [_tensor(name, each, 8 + size) for name, each in head.items() if name != "__metadata__"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelLoadFailed(f"the head of {file.name} is not what it should be: {error!r}") from error
+        raise ModelLoadFailed(f"the head of {file.name} is malformed: {error!r}") from error
 
 
 class NoHead(ModelLoadFailed):
-    """The file is not of the format."""
+    """The file has another format."""
 
 
 class CutShort(ModelLoadFailed):
@@ -264,6 +263,6 @@ def _tensor(name: str, described: Any, data: int) -> HeadTensor:
         raise ValueError(f"tensor {name}")
     if max(numbers) > _MAX_SIZE:
         raise ValueError(f"tensor {name} has a size of {max(numbers):,}")
-    if math.prod(shape) > 8 * (end - begin):  # elements of one bit
+    if math.prod(shape) > 8 * (end - begin):  # the smallest elements have one bit
         raise ValueError(f"tensor {name} of {end - begin:,} bytes has the shape {shape}")
     return HeadTensor(name, str(described["dtype"]), shape, data + begin, data + end)

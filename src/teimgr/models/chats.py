@@ -11,23 +11,23 @@ from teimgr.models.bounded_json import read_object
 from teimgr.models.metadata import SENSES, ModelMetadata
 
 Message = Mapping[str, Any]
-# By its expressions, and by the file itself where it is not UTF-8.
+# Errors raised by a template's expressions, or by its file if that is not UTF-8.
 _RAISED_BY_TEMPLATES = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError),
     *(RecursionError, TypeError, ValueError),
 )
 _MAX_NAME = 100
-# Arguments of the call that makes tokens of a chat, which may be among those of the template: what is served of them.
+# Arguments of the tokenizing call that may be among those of the template, with the values that are served.
 _OF_THE_CALL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False, None),
     "max_length": (None,),
-    "restore_suffix": (True, None),  # the end stays where a text is cut, as here
+    "restore_suffix": (True, None),  # truncation keeps the suffix, as here
     "sanitize_control_tokens": (False, None),
     "tokenize": (True,),
     "truncation": (True, "longest_first"),
 }
 PROBES = (" \n\u00a0A b\t ", "\n\"'<&>\\{{ x }}</think>\n\nÉ%\n", "word " * 500)
-"""Texts by which it is seen what a template does to those that it shows."""
+"""Texts that show how a template changes its inputs."""
 
 
 def read_template(metadata: ModelMetadata) -> tuple[str, dict[str, Any]]:
@@ -49,7 +49,7 @@ def read_template(metadata: ModelMetadata) -> tuple[str, dict[str, Any]]:
     file = metadata.transformer_dir / "chat_template.jinja"
     if file.is_file():
         return _text_of(file), options
-    # A file of processors of images, which tokenizers do not read.
+    # Processors of images read this file; tokenizers do not.
     has_processor = metadata.config["model_type"] in SENSES
     alone = (read_object(metadata.transformer_dir / "chat_template.json") or {}) if has_processor else {}
     template = alone.get("chat_template") or metadata.tokens.config.get("chat_template")
@@ -89,7 +89,7 @@ def rendered(metadata: ModelMetadata, template: str, messages: Sequence[Message]
     )
     environment.filters["tojson"] = _json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: refuse("it shows the date of the day, by which results change")
+    environment.globals["strftime_now"] = lambda form: refuse("it shows the current date, so results would change")
     special = {
         role: str(token.get("content", "") if isinstance(token, dict) else token or "")
         for role, token in metadata.tokens.config.items()
@@ -124,4 +124,4 @@ def strips_texts(shown: Callable[[Sequence[str]], str], pieces: Sequence[str], p
         ]
         if found == whole:
             return change is str.strip
-    raise ModelLoadFailed("the chat template changes the texts that it shows, or its own words by them: not served")
+    raise ModelLoadFailed("the chat template changes its input texts, or its words depend on them: not served")

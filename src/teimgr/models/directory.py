@@ -1,4 +1,4 @@
-"""Which files of a model directory are needed: the weights of each module, and the files read with them.
+"""Decides which files of a model directory are needed: the weights of each module, and the files read with them.
 
 The same rules decide what is downloaded (`needed`), what makes a copy complete (`missing_file`), what `/models` shows
 and which weights are opened (`weight_files`), for each directory separately: safetensors before pickled files, one file
@@ -25,9 +25,9 @@ from teimgr.models.source import MAX_PATH_CHARS, file_problem, home_of, is_insid
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-_ONNX = ("onnx/model.onnx", "model.onnx")  # full-precision exports, from which others are made
-_CONFIGURATIONS = ("config.json", "modules.json", _ADAPTER, "gliner_config.json")  # the last is refused by name
-_CARD_CHARACTERS = 10_000  # of a model card that are read
+_ONNX = ("onnx/model.onnx", "model.onnx")  # full-precision exports
+_CONFIGURATIONS = ("config.json", "modules.json", _ADAPTER, "gliner_config.json")  # the last is refused later, by name
+_CARD_CHARACTERS = 10_000  # read of a model card
 _GGUF = "GGUF (llama.cpp)"
 _FORMATS = {
     ".gguf": _GGUF,
@@ -45,21 +45,21 @@ _OTHER_RUNTIMES = (
     *("onnx/*", "openvino/*", "coreml/*", "checkpoint-*/*", "*/checkpoint-*/*"),
     *(f"*.{ending}" for ending in _OTHER_ENDINGS),
 )
-# Compiled here, so that a forked worker has it: it takes longer than reading a small model's config.json.
+# Compiled at import for forked workers: it takes longer than reading a small model's config.json.
 _OF_OTHER_RUNTIMES = re.compile("|".join(map(translate, _OTHER_RUNTIMES)))
 _TRAINING = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 OPTIONAL = [*_OTHER_RUNTIMES, "*.bin"]
-"""Patterns of all files that repositories have for other purposes and the engine does not need."""
+"""Patterns of files that the engine does not need."""
 
-# The files that a module's directory needs besides config.json, by class name without package.
+# Module classes, without package: transformers, others with weights, and all that need a config.json.
 _READERS = ("Transformer", "MLMTransformer", "CLIPModel")
 _WEIGHTED = ("SparseStaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling", "CNN", "LSTM")
 _CONFIGURED = (*_READERS, *_WEIGHTED, "Pooling", "SpladePooling", "LogitScore")
 
 TASK_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
-"""Names of tasks with an adapter, which is in a folder of that name."""
+"""Name of a task, and of the folder with its adapter."""
 
-# Folders that files are read from although they are not a module's.
+# Folders that are read although they belong to no module.
 _READ_BESIDE = ("1_Pooling", "additional_chat_templates")
 _MAX_FILES = 10_000
 _MAX_POINTER_BYTES = 1024  # git-lfs accepts no larger pointer
@@ -187,7 +187,7 @@ def module_places(root: Path) -> list[ModulePlace]:
 
 
 ROUTERS = ("Router", "Asym")
-"""Classes of a module with routes: the library's, and its name before sentence-transformers 5."""
+"""Class of a module with routes, now and before sentence-transformers 5."""
 
 
 def router_file(folder: Path) -> tuple[str, dict[str, Any] | None]:
@@ -197,7 +197,7 @@ def router_file(folder: Path) -> tuple[str, dict[str, Any] | None]:
         ModelLoadFailed: it cannot be read.
     """
     own = model_json.read_object(folder / "router_config.json")
-    if own is None and "structure" in (old := model_json.read_object(folder / "config.json") or {}):  # in an Asym
+    if own is None and "structure" in (old := model_json.read_object(folder / "config.json") or {}):  # an Asym's
         return "config.json", old
     return "router_config.json", own
 
@@ -276,7 +276,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     Raises:
         ModelLoadFailed: an index of shards is malformed.
     """
-    shards = {name: shards_of(folder / name) for name in (INDEX, PICKLED_INDEX)}  # also those that are not chosen
+    shards = {name: shards_of(folder / name) for name in (INDEX, PICKLED_INDEX)}  # also of indexes that are not chosen
     for name in _WEIGHTS:
         if name in shards and (named := shards[name]) is not None:
             return tuple(folder / shard for shard in named)
@@ -323,7 +323,7 @@ def _missing_of(place: ModulePlace, *, is_first: bool) -> str | None:
     if (folder / _ADAPTER).is_file() and place.name in _READERS:
         return None if adapter_weights(folder) else _ADAPTER_WEIGHTS[0]
     if place.name in _CONFIGURED and not (folder / "config.json").is_file():
-        if problem := file_problem(folder / "config.json"):  # nothing would be downloaded in its place
+        if problem := file_problem(folder / "config.json"):  # a download would not replace it
             raise ModelLoadFailed(f"config.json {problem}")
         return "config.json"
     if static or is_first or place.name in (*_READERS, *_WEIGHTED):
@@ -409,7 +409,7 @@ def _leads_nowhere(path: Path) -> bool:
 
 
 _ABSENT = ".no_exist"
-"""Folder of the hub's cache that notes which files a repository lacks at a commit."""
+"""Folder of the hub's cache with the names of files that a repository lacks at a commit."""
 
 
 def may_lack_modules(root: Path) -> bool:

@@ -44,16 +44,16 @@ _FLEXIBLE_KEYS = KnownKeys(
     harmless=_KEYS.harmless,
     only={"do_convert_rgb": (True, None), "do_pad": (False, None), "size": (None,), "default_to_square": (True, None)},
 )
-_PATCHES = 16, 4096  # least and most patches of a picture; known models have 256, and 1,024 on request
-_MAX_PATCH = 256  # pixels of a side
-_MAX_SIDE = 4096  # pixels per side of a picture as read by a model; the largest known has 518
+_PATCHES = 16, 4096  # the limits of patches per image; known models have 256, and 1,024 on request
+_MAX_PATCH = 256  # pixels per side
+_MAX_SIDE = 4096  # pixels per side of an image as the model reads it; the largest known has 518
 _MAX_REGISTERS = 1024  # of an image encoder; known models have 4
-_MAX_RESAMPLE = 5  # Pillow's last filter
+_MAX_RESAMPLE = 5  # the last of Pillow's filters
 _METHODS = {"text": "get_text_features", "image": "get_image_features"}
 _HALVES = (0.5, 0.5, 0.5)
 CLIP_MEANS = (0.48145466, 0.4578275, 0.40821073)
 CLIP_DEVIATIONS = (0.26862954, 0.26130258, 0.27577711)
-_OLD_END = 2  # `eos_token_id` of CLIP's first configurations, whose code takes the highest id for the end
+_OLD_END = 2  # `eos_token_id` of CLIP's first configurations; it means that the highest id is the end
 
 
 def is_dual_encoder(metadata: ModelMetadata) -> bool:
@@ -70,7 +70,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         kind = str(whole.get("model_type"))
         return {"model_type": f"{kind}_text"} | (whole.get("text_config") or whole)
     if config["model_type"] in VISION_CHATS:
-        own = _part(config, "text") if config.get("text_config") else config  # of Qwen2-VL's hub files they are one
+        own = _part(config, "text") if config.get("text_config") else config  # Qwen2-VL's hub files have both in one
         return own | {"model_type": f"{config['model_type']}_text"}
     return _part(config, "text") if config["model_type"] in (*DUAL_ENCODERS, *SOUND_ENCODERS) else config
 
@@ -87,15 +87,15 @@ def read_dual_encoder(metadata: ModelMetadata, layout: Layout, pooling: str | No
         raise InvalidConfig(f"pooling = {pooling!r} is not for a model of texts and images, which has its own")
     behind = [module.name for module in metadata.chain.behind]
     if behind not in ([], ["Normalize"]):
-        raise ModelLoadFailed(f"modules behind a model of texts and images are not served: {metadata.chain}")
+        raise ModelLoadFailed(f"modules after a model of texts and images are not served: {metadata.chain}")
     _check_modalities(metadata.settings.get("modality_config") or {})
     if metadata.config["model_type"] == "siglip2":
-        if metadata.chain.modules:  # sentence-transformers would mask the padding of its texts
+        if metadata.chain.modules:  # sentence-transformers masks the padding of texts, which the model reads
             raise ModelLoadFailed(
                 f"SigLIP2 NaFlex in the layout of sentence-transformers ({metadata.chain}) is not served: use the one "
                 "that transformers saved"
             )
-        # Its authors lower-case texts, as the library's tokenizer does.
+        # The authors and the library's tokenizer lower-case texts.
         return replace(layout, poolings=("last_token",), dual=_of_any_size(metadata), lower_case=True)
     return replace(layout, poolings=("last_token",), dual=_of_one_size(metadata))
 
@@ -178,7 +178,7 @@ def _padding(metadata: ModelMetadata) -> str:
                 f"processing_kwargs of sentence_bert_config.json has padding = {how['padding']!r}; the model was "
                 "trained with padded texts, which alone are served: remove the setting"
             )
-    by_default = "<pad>" if metadata.config["model_type"] == "siglip2" else "</s>"  # of the library's tokenizers
+    by_default = "<pad>" if metadata.config["model_type"] == "siglip2" else "</s>"  # as in the library's tokenizers
     return metadata.tokens.text("pad_token") or by_default
 
 

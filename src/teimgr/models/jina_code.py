@@ -7,7 +7,7 @@ from teimgr.models.directory import TASK_NAME
 from teimgr.models.served_config import HEADS, Config, ServedConfig, check_heads, classes_of, number, refuse_unless
 
 JINA_XLM_ROBERTA = "jina-xlm-roberta"
-# What the class XLMRobertaFlashConfig has where config.json has nothing, and the library's class something else.
+# Defaults of the class XLMRobertaFlashConfig that differ from the library's.
 _JINA_DEFAULTS: Config = {
     "vocab_size": 30522,
     "max_position_embeddings": 512,
@@ -40,7 +40,7 @@ def jina_xlm_roberta(config: Config) -> ServedConfig:
     served = {**_JINA_DEFAULTS, **kept}
     positions = config.get("position_embedding_type", "absolute")
     if positions == "rotary":
-        base = number(config, "rotary_emb_base") if "rotary_emb_base" in config else 10000.0  # of the class
+        base = number(config, "rotary_emb_base") if "rotary_emb_base" in config else 10000.0  # the default of the class
         rope = {"rope_type": "default", "rope_theta": base}
         served |= {"model_type": "jina_embeddings_v3", "rope_parameters": rope}
     elif positions not in ("absolute", None):
@@ -92,12 +92,12 @@ def jina_bert(config: Config, qk_norm: bool = False) -> ServedConfig:
     """JinaBERT v2, a model of our own (`engine/own_models`); `qk_norm` is the variant for code."""
     refuse_unless(config, is_decoder=False, add_cross_attention=False)
     if config.get("position_embedding_type") != "alibi":
-        given = config.get("position_embedding_type", "absolute")  # of the class
+        given = config.get("position_embedding_type", "absolute")  # the default of the class
         raise ModelLoadFailed(
             f"config.json has position_embedding_type = {given!r}; for this model only 'alibi' is served"
         )
     if config.get("feed_forward_type") not in ("geglu", "reglu"):
-        given = config.get("feed_forward_type", "original")  # of the class
+        given = config.get("feed_forward_type", "original")  # the default of the class
         raise ModelLoadFailed(
             f"config.json has feed_forward_type = {given!r}; for this model only 'geglu' and 'reglu' are served"
         )
@@ -106,8 +106,8 @@ def jina_bert(config: Config, qk_norm: bool = False) -> ServedConfig:
     return ServedConfig({**kept, "model_type": "jina_bert", "qk_norm": qk_norm})
 
 
-# What JinaBERT's code reads, and what changes nothing here: an activation of the plain layers, where a table of slopes
-# begins to grow, and how attention is computed.
+# Keys that JinaBERT's code reads and that change nothing here: the activation of plain layers, the initial size of the
+# table of slopes, the implementation of attention.
 _JINA_BERT_UNUSED = frozenset(
     {"hidden_act", "alibi_starting_size", "attn_implementation", "is_decoder", "add_cross_attention"}
 )

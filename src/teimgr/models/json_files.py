@@ -11,8 +11,8 @@ from teimgr.errors import ModelLoadFailed
 from teimgr.models.bounded_json import read_object
 from teimgr.models.known_keys import declared_keys, setting
 
-# Tokenizer classes and model types with token types, where tokenizer_config.json has no model_input_names: those of
-# transformers whose class has token_type_ids, BertTokenizer for one, which stands for several.
+# Tokenizer classes and model types with token types if tokenizer_config.json lacks model_input_names: those of
+# transformers whose class has token_type_ids. Several model types use BertTokenizer.
 _TYPED_CLASSES = {
     *("Bert", "Canine", "ConvBert", "DPRQuestionEncoder", "Deberta", "DebertaV2", "Electra", "FNet", "Funnel"),
     *("LayoutLM", "LayoutLMv2", "Lxmert", "MarkupLM", "MobileBert", "RetriBert", "SqueezeBert", "Tapas"),
@@ -24,7 +24,7 @@ _TYPED_MODELS = {
 }
 
 
-# Of tokenizer.json, how it cuts texts.
+# The truncation settings in tokenizer.json.
 _CUTS_LEFT = re.compile(r'"truncation"\s*:\s*\{[^{}]*"direction"\s*:\s*"Left"')
 _CUTS_AT = re.compile(r'"truncation"\s*:\s*\{[^{}]*"max_length"\s*:\s*(\d+)')
 _HEAD_CHARACTERS = 4096
@@ -59,7 +59,7 @@ class TokenFiles:
             (step["single"] for step in steps if step.get("type") == "TemplateProcessing"), []
         )
         tokens = [str((part.get("SpecialToken") or {}).get("id", "")) for part in parts]
-        at = tokens.index("") if "" in tokens else len(tokens)  # the text
+        at = tokens.index("") if "" in tokens else len(tokens)  # where the text is
         return "".join(tokens[:at]), "".join(tokens[at:])
 
     def words(self, words: list[str]) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ class TokenFiles:
         try:
             with (self._folder / "tokenizer.json").open(encoding="utf-8", errors="replace") as file:
                 return file.read(_HEAD_CHARACTERS)
-        except OSError:  # refused where it is needed
+        except OSError:  # readers that need the file raise the error
             return ""
 
     @cached_property
@@ -131,7 +131,7 @@ class TokenFiles:
     @cached_property
     def _vocabulary(self) -> dict[str, int]:
         entries = (self._file.get("model") or {}).get("vocab") or {}
-        if isinstance(entries, list):  # Unigram: [token, score] at the index of its id
+        if isinstance(entries, list):  # Unigram: [token, score] by id
             entries = {entry[0]: index for index, entry in enumerate(entries)}
         added = {str(token["content"]): int(token["id"]) for token in self._file.get("added_tokens") or ()}
         return {**entries, **added}
@@ -139,7 +139,7 @@ class TokenFiles:
 
 _TYPES_AS_WORDS = {"codegen", "ctrl", "flaubert", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "xlm"}
 ENDLESS = 1_000_000
-# Model types whose position ids start behind the padding token's id.
+# Model types whose position ids start after the padding token's id.
 OFFSET_TYPES = {
     *(
         "roberta",
@@ -170,18 +170,18 @@ def position_offset(config: dict[str, Any]) -> int:
     Raises:
         ModelLoadFailed: positions begin behind the padding token's id, and config.json has no token's id there.
     """
-    if config["model_type"] == "mpnet":  # whatever its padding token is
+    if config["model_type"] == "mpnet":  # independent of its padding token
         return 2
     if config["model_type"] not in OFFSET_TYPES:
         return 0
     padding = setting(config, "pad_token_id")
     if padding is None:
         raise ModelLoadFailed(
-            f"config.json has no pad_token_id, behind which the positions of a {config['model_type']} model begin"
+            f"config.json has no pad_token_id, after which the positions of a {config['model_type']} model begin"
         )
     if not 0 <= int(padding) < int(setting(config, "vocab_size")):
         raise ModelLoadFailed(
-            f"config.json has pad_token_id = {padding}, which is not a token's id, and behind which the positions of a "
+            f"config.json has pad_token_id = {padding}, which is not a token's id, and after which the positions of a "
             f"{config['model_type']} model begin"
         )
     return int(padding) + 1
@@ -202,7 +202,7 @@ def max_length(config: dict[str, Any], settings: dict[str, Any], tokenizer: dict
     if own:
         limit = min(checked_length(own[0], "sentence_bert_config.json"), position_rows(config))
     else:
-        given = tokenizer.get("model_max_length", tokenizer.get("max_len"))  # its name before 2020
+        given = tokenizer.get("model_max_length", tokenizer.get("max_len"))  # the key before 2020
         limit = min(_positions(config), ENDLESS if given is None else checked_length(given, "tokenizer_config.json"))
     if limit >= ENDLESS:
         raise ModelLoadFailed("neither sentence_bert_config.json nor config.json nor the tokenizer has a length limit")

@@ -1,7 +1,7 @@
 """Check every file of a model against the tables of known keys.
 
-What cannot be served right is refused by name; what is unknown is a warning of the model. tokenizer_config.json against
-tokenizer.json: `engine/text/tokenizer_config.py`, which has the tokenizer.
+A key that cannot be served correctly is refused by name; an unknown key is a warning of the model.
+`engine/text/tokenizer_config.py`, which has the tokenizer, checks tokenizer_config.json against tokenizer.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from teimgr.models.metadata import SENSES, ModelMetadata
 from teimgr.models.modules import KNOWN_OWN
 
 _SETTINGS_FILE, _SAVED_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
-# By the name of its key in sentence_bert_config.json, before and since sentence-transformers 5.4.
+# Tables by key of sentence_bert_config.json: names before and since sentence-transformers 5.4.
 _KWARGS = {
     **dict.fromkeys(("model_args", "model_kwargs"), MODEL_KWARGS),
     **dict.fromkeys(("tokenizer_args", "processor_kwargs"), PROCESSOR_KWARGS),
@@ -40,7 +40,7 @@ _KWARGS = {
 }
 _OUTPUTS = ("last_hidden_state", "logits", ["last_hidden_state"], ["logits"])
 _SENSES = ("image", "audio", "video")
-_SAVES_ALL = 6  # of sentence-transformers: before, many repositories had no folder for a Normalize
+_SAVES_ALL = 6  # version of sentence-transformers; older ones often saved no folder for a Normalize
 _SAVED_SINCE = ("Normalize", "MultiVectorMask")
 
 
@@ -58,7 +58,7 @@ def check_files(metadata: ModelMetadata) -> tuple[str, ...]:
 
 def _config(metadata: ModelMetadata) -> list[str]:
     config = metadata.config
-    if config.get("auto_map") or metadata.chain.reader is not None:  # its own code, which reads what it likes
+    if config.get("auto_map") or metadata.chain.reader is not None:  # its own code may read any key
         return []
     if (quantised := config.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -72,7 +72,7 @@ def _config(metadata: ModelMetadata) -> list[str]:
 
 def _settings(metadata: ModelMetadata) -> Iterator[str]:
     settings, tokenizer, weights_dir = metadata.settings, metadata.tokens.config, metadata.weights_dir
-    if metadata.chain.reader is not None:  # whose arguments they are
+    if metadata.chain.reader is not None:  # they are arguments of its own code
         return
     yield from SETTINGS.warnings(_SETTINGS_FILE, settings)
     for key, known in _KWARGS.items():
@@ -85,7 +85,7 @@ def _settings(metadata: ModelMetadata) -> Iterator[str]:
         if pickled and any(file.name.endswith(".safetensors") for file in weight_files(weights_dir)):
             raise ModelLoadFailed(
                 f"{_SETTINGS_FILE} has use_safetensors = False ({key}), and the model has safetensors, which are "
-                "read first: remove the setting, or the files that are not meant"
+                "read first: remove the setting or the unwanted files"
             )
         if known is PROCESSOR_KWARGS:
             changed = sorted(name for name in OF_TOKENS & given.keys() if given[name] != tokenizer.get(name))
@@ -103,7 +103,7 @@ def _settings(metadata: ModelMetadata) -> Iterator[str]:
 def _check_modalities(metadata: ModelMetadata) -> None:
     modalities: Mapping[str, Any] = metadata.settings.get("modality_config") or {}
     if metadata.config["model_type"] in SENSES:
-        return  # what reads these models does
+        return  # the readers of these models check them
     senses = sorted({sense for name in modalities for sense in name.split("+")} & set(_SENSES))
     if senses:
         raise ModelLoadFailed(f"the model embeds {' and '.join(senses)} beside text, which is not served")
@@ -142,8 +142,8 @@ def _modules(metadata: ModelMetadata) -> Iterator[str]:
         yield from MODULE_ROW.warnings("modules.json", known_row)
         if row.get("kwargs") and name in own:
             yield (
-                f"modules.json has kwargs = {row['kwargs']!r} of {name}, arguments of a call that no request has here: "
-                "its defaults hold"
+                f"modules.json has kwargs = {row['kwargs']!r} of {name}, arguments that no request here can "
+                "set: the defaults apply"
             )
     for row in rows:
         if str(row.get("type", "")).rsplit(".", 1)[-1] in ROUTERS:

@@ -1,4 +1,4 @@
-"""The kind of a model: by its files, or by the instance's configuration if the files allow it."""
+"""Chooses the kind of a model by its files, or by the instance's configuration if the files allow it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def choose_kind(metadata: ModelMetadata, configured: str | None, pooling: str | 
         raise InvalidConfig(f"kind {configured!r} is not one of {', '.join(KINDS)}")
     own = _own_kind(metadata)
     wanted = Kind(configured) if configured is not None else own
-    if pooling == "splade" and wanted not in _SCORING:  # of these TEI ignores any pooling
+    if pooling == "splade" and wanted not in _SCORING:  # TEI ignores the pooling of scoring models
         wanted = _splade(metadata, own, configured)
     elif pooling is not None and wanted is Kind.SPARSE:
         raise InvalidConfig(
@@ -84,7 +84,7 @@ def is_causal(metadata: ModelMetadata) -> bool:
     """True if scores come from a causal language model's next token."""
     if metadata.chain.has("LogitScore"):
         return True
-    if metadata.chain.behind:  # whose modules give the scores
+    if metadata.chain.behind:  # modules give the scores
         return False
     return writes_text(metadata) and not metadata.has_head("ForSequenceClassification")
 

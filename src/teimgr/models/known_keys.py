@@ -1,9 +1,9 @@
-"""The keys of a model's JSON files: which are honoured, which change nothing, and which are served at some values only.
+"""The keys of a model's JSON files: which are honoured, which are harmless, and which are served at some values only.
 
-One table for each file. A key that is in no table is not read here: where it is switched on, that is a warning of the
-model, or a refusal by the setting `strict_model_files`. A key with another value than its table has is a refusal, since
-it would change vectors. Of config.json the library's class of the model type declares what it reads:
-`declared_keys` finds this in the syntax tree of its source, which is never imported.
+One table per file. A key in no table is not read: if it is switched on, the model gets a warning, or is refused by the
+setting `strict_model_files`. A key with a value that its table does not allow is refused, since it would change
+vectors. For config.json the library's class of the model type declares the keys: `declared_keys` finds them in the
+syntax tree of its source, without importing it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 @dataclass(frozen=True, slots=True)
 class KnownKeys:
-    """The keys of one file: `honoured` ones are read by us or by the library, `harmless` ones change no result, and
-    those in `only` have to have one of the values there.
+    """The keys of one file: teimgr or the library reads `honoured` ones, `harmless` ones change no result, and those in
+    `only` must have one of the listed values.
     """
 
     honoured: frozenset[str] = frozenset()
@@ -64,7 +64,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Of any file: what only training reads.
+# Keys of any file that only training reads.
 _HARMLESS_PATTERN = re.compile(
     r"(?:^|_)(?:dropout|pdrop)(?:$|_)|_dropout|^initializer_|^unsloth_|^_|^fused_|^use_(?:flash|memory_efficient|xentropy)"
 )
@@ -89,8 +89,8 @@ _TRAINING = _words(
     summary_type summary_use_proj problem_type auto_map use_mems_eval use_mems_train"""
 )
 
-# Of config.json, beside what the class of the model type declares. Each of `only` changes what a layer computes; a
-# class that does not declare it computes what these values mean.
+# Keys of config.json besides those that the class of the model type declares. Each key in `only` changes what a layer
+# computes; a class that does not declare it computes as with these values.
 CONFIG = KnownKeys(
     honoured=_words("text_config n_positions pooling"),
     harmless=_TRAINING,
@@ -111,7 +111,7 @@ CONFIG = KnownKeys(
         "use_rms_norm": (False, None),
     },
 )
-# The library reads them where its class declares `rope_parameters`.
+# The library reads these keys if its class declares `rope_parameters`.
 _ROTARY_KEYS = _words(
     "rope_theta rope_scaling partial_rotary_factor rotary_pct rotary_emb_base original_max_position_embeddings"
 )
@@ -146,7 +146,7 @@ TOKENIZER = KnownKeys(
     },
 )
 
-# Of a Model2Vec table: how it was made.
+# Keys of a Model2Vec table. The harmless ones state how it was made.
 STATIC = KnownKeys(
     honoured=_words("model_type architectures normalize max_length"),
     harmless=_words(
@@ -168,7 +168,7 @@ SETTINGS = KnownKeys(
         "tokenizer_name_or_path": (None,),
     },
 )
-# Of sentence_bert_config.json: how the library makes the model, and the tokenizer.
+# Arguments in sentence_bert_config.json by which the library makes the model, and the tokenizer.
 MODEL_KWARGS = KnownKeys(
     harmless=_words(
         """attn_implementation dtype torch_dtype device_map low_cpu_mem_usage revision cache_dir token local_files_only
@@ -185,7 +185,7 @@ OF_TOKENS = _TOKENS | _words(
     """added_tokens_decoder add_bos_token add_eos_token add_prefix_space do_lower_case do_lowercase keep_accents
     model_input_names strip_accents tokenize_chinese_chars tokenizer_class"""
 )
-"""Of the arguments of a tokenizer, those that change the tokens of a text."""
+"""Arguments of a tokenizer that change the tokens of a text."""
 CONFIG_KWARGS = KnownKeys(harmless=MODEL_KWARGS.harmless | _words("use_cache"))
 PROCESSING_TEXT = KnownKeys(
     honoured=_words("max_length"),
@@ -208,7 +208,7 @@ SAVED = KnownKeys(
     harmless=_words("__version__ similarity_fn_name requirements keep_in_fp32_modules"),
 )
 
-# Of PEFT. `only`: what would change a vector and is not merged.
+# Keys of PEFT's configuration. Other values of those in `only` would change vectors and are not merged.
 ADAPTER = KnownKeys(
     honoured=_words(
         """peft_type base_model_name_or_path revision r lora_alpha alpha_pattern use_rslora use_dora fan_in_fan_out
@@ -261,7 +261,7 @@ MODULES = {
 }
 ROUTER = KnownKeys(honoured=_words("types structure parameters"))
 ROUTER_PARAMETERS = KnownKeys(honoured=_words("default_route allow_empty_key route_mappings"))
-# A row of modules.json. `kwargs` are arguments of a call that a module of the repository's own code takes.
+# A row of modules.json. `kwargs` are arguments that code in the repository takes in a call.
 MODULE_ROW = KnownKeys(honoured=_words("idx name path type"), only={"kwargs": (None, [], {})})
 
 
@@ -287,7 +287,7 @@ def config_warnings(config: Mapping[str, Any], file: str = "config.json") -> lis
     return found
 
 
-# How code reads a key: of a configuration's own class, and of a model's.
+# How the code of a configuration class, and that of a model, reads a key.
 _OWN_READS = re.compile(r"\bself\.([a-z]\w*)|kwargs\.(?:pop|get)\(\"(\w+)\"")
 _READS = re.compile(r"\bconfig\.([a-z]\w*)|getattr\((?:self\.)?config, \"(\w+)\"")
 
@@ -297,10 +297,10 @@ _OWN = Path(__file__).parents[1] / "engine" / "own_models"
 
 @dataclass(frozen=True, slots=True)
 class DeclaredKeys:
-    """The keys that a configuration class has, and the defaults of those whose default is a literal.
+    """The keys that a configuration class has, and the defaults that are literals.
 
-    `aliases`: other names of keys in config.json (`n_positions` of GPT-2 is its `max_position_embeddings`). `read`:
-    keys that the model's code reads besides, such as Qwen2's `head_dim`.
+    `aliases` are other names of keys in config.json (`n_positions` of GPT-2 is its `max_position_embeddings`). `read`
+    are further keys that the model's code reads, such as Qwen2's `head_dim`.
     """
 
     names: frozenset[str]
@@ -348,11 +348,11 @@ def _configuration_file(model_type: str) -> Path | None:
         return own
     models = _library() / "models"
     for folder in (name, name.removesuffix("_text"), name.removesuffix("_gpt"), _MODEL_PART.sub("", name)):
-        # gemma3_text, openai-gpt, clip_text_model
+        # for gemma3_text, openai-gpt, clip_text_model
         path = models / folder / f"configuration_{folder}.py"
         if path.is_file():
             return path
-    return next(models.glob(f"*/configuration_{name}.py"), None)  # data2vec-text
+    return next(models.glob(f"*/configuration_{name}.py"), None)  # for data2vec-text
 
 
 @functools.cache
@@ -417,7 +417,7 @@ def _literals(node: ast.ClassDef) -> dict[str, Any]:
             continue
         try:
             literal = ast.literal_eval(value)
-        except ValueError:  # an expression
+        except ValueError:  # not a literal
             continue
         found.update((target.id, literal) for target in targets if isinstance(target, ast.Name))
     return found

@@ -14,7 +14,7 @@ from teimgr.models.metadata import ModelMetadata
 from teimgr.models.modules import TOKENS, Module, read_projections
 
 ROLES = ("query", "document")
-_COLBERT_LENGTH = 32  # of a query, the default of PyLate and Stanford
+_COLBERT_LENGTH = 32  # default length of queries in PyLate and Stanford's ColBERT
 _PUNCTUATION = list(string.punctuation)
 # Keys of config_sentence_transformers.json that only PyLate writes; one of them turns query expansion on by default.
 _PYLATE_KEYS = {
@@ -126,7 +126,7 @@ def _expansion_id(metadata: ModelMetadata, token: str | None) -> int:
     tokens = metadata.tokens
     found = tokens.id(token) if token else tokens.special("mask_token")
     if found is None and token is None:
-        found = tokens.special("eos_token")  # decoders have no mask
+        found = tokens.special("eos_token")  # decoders lack a mask token
     if found is None:
         raise ModelLoadFailed(f"queries are filled with {token or 'a mask token'}, which the tokenizer does not have")
     return found
@@ -173,7 +173,7 @@ def _stanford(metadata: ModelMetadata) -> tuple[LateInteraction, dict[str, str]]
     }
     prompts, prefix_ids = _prefixes(metadata, marks, metadata.prompts)
     words = _PUNCTUATION if artifact.get("mask_punctuation", True) else []
-    # `linear.weight` is in the encoder's file; its width is 128 where artifact.metadata has none.
+    # `linear.weight` is in the encoder's file; its width is 128 if artifact.metadata lacks it.
     width, identity = int(artifact.get("dim") or 128), "torch.nn.modules.linear.Identity"
     projection = Dense(metadata.root, int(metadata.config["hidden_size"]), width, bias=False, activation=identity)
     late = LateInteraction(

@@ -15,9 +15,8 @@ from teimgr.spec import Kind
 class Backbone(Enum):
     """The class of transformers that computes hidden states, and logits if its head is used.
 
-    ENCODER: AutoModel, without a head. MASKED_LM, SEQUENCE_CLASSIFICATION, CAUSAL_LM, TOKEN_CLASSIFICATION (a label for
-    every token), SEQ2SEQ_LM (an encoder and a decoder): the Auto class of that name, with its head. STATIC: a table of
-    vectors by token id, no transformer.
+    ENCODER is AutoModel, without a head. STATIC is a table of vectors by token id, without a transformer. The others
+    are the Auto classes of that name with a head; TOKEN_CLASSIFICATION labels every token, SEQ2SEQ_LM has a decoder.
     """
 
     ENCODER = "encoder"
@@ -33,7 +32,7 @@ class Backbone(Enum):
 class Dense:
     """A Dense module: the directory with its weights, and the dotted name of its activation class.
 
-    `name` is that of its layer in the file, and `divisor` what its results are divided by.
+    `name` is the layer's name in the file. The results are divided by `divisor`.
     """
 
     path: Path
@@ -56,14 +55,14 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """A Normalize module between others. One at the end is left out: there the request decides."""
+    """A Normalize module between others. A final one is left out, because the request decides there."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnModule:
-    """A module of modules.json that is code of the model's own, which the instance trusts: its directory, and
-    `file.Class` in the directory `root`, or `owner/name--file.Class` in another repository, at `revision`. `route` is
-    the one that it stands in, of a Router.
+    """A module of modules.json that is the model's own code, trusted by the instance: its directory, and `file.Class`
+    in the directory `root`, or `owner/name--file.Class` in another repository, at `revision`. `route` is that of a
+    Router, if any.
     """
 
     path: Path
@@ -78,9 +77,9 @@ Projection = Dense | LayerNorm | Normalize | OwnModule
 
 @dataclass(frozen=True, slots=True)
 class Splade:
-    """From masked-LM logits to a weight per vocabulary entry: strategy max or sum, activation relu or log1p_relu.
+    """Turns masked-LM logits into a weight per vocabulary entry: strategy max or sum, activation relu or log1p_relu.
 
-    `most` largest weights of a text are kept; all where None.
+    The `most` largest weights of a text are kept; None keeps all.
     """
 
     strategy: str = "max"
@@ -92,8 +91,8 @@ class Splade:
 class QueryTable:
     """Queries of a sparse model with routes by role: a weight for every token id, no forward (SparseStaticEmbedding).
 
-    `folder` has weights and tokenizer; texts are cut to `max_length` tokens, none of them special. `is_default`: texts
-    without a role are queries.
+    `folder` has weights and tokenizer. Texts are cut to `max_length` tokens, without special ones. If `is_default`,
+    texts without a role are queries.
     """
 
     folder: Path
@@ -103,8 +102,8 @@ class QueryTable:
 
 @dataclass(frozen=True, slots=True)
 class QueryRoute:
-    """Queries of a dense model with routes by role: the layout of their modules, those of documents being the model's
-    own. `is_default`: texts without a role are queries.
+    """Queries of a dense model with routes by role: the layout of their modules. The model's own layout is that of
+    documents. If `is_default`, texts without a role are queries.
     """
 
     layout: Layout
@@ -113,12 +112,12 @@ class QueryRoute:
 
 @dataclass(frozen=True, slots=True)
 class LateInteraction:
-    """ColBERT: every token's hidden state goes through `projections` and is normalised.
+    """ColBERT: `projections` are applied to every token's hidden state, which is then normalised.
 
-    Lengths are in tokens. A query is expanded to `query_length` with `expansion_token_id` where `expand_queries`; other
-    tokens attend to the expansion only where `attend_to_expansion`. Tokens in `skip_ids` have no vector in documents
-    (nor in queries where `skip_in_queries`). Text prefixes are prompts named "query" and "document"; prefix ids go
-    behind the first special token instead (Stanford's [Q] and [D]).
+    Lengths are in tokens. If `expand_queries`, a query is filled to `query_length` with `expansion_token_id`; its other
+    tokens attend to the expansion only if `attend_to_expansion`. Tokens in `skip_ids` get no vector in documents, nor
+    in queries if `skip_in_queries`. Text prefixes are the prompts "query" and "document"; prefix ids (Stanford's [Q]
+    and [D]) follow the first special token instead.
     """
 
     projections: tuple[Projection, ...]
@@ -136,7 +135,7 @@ class LateInteraction:
 
 @dataclass(frozen=True, slots=True)
 class M3:
-    """BGE-M3: two linear layers beside the dense vector. `unused_ids` never count as sparse entries."""
+    """BGE-M3: two linear layers in addition to the dense vector. `unused_ids` are never sparse entries."""
 
     sparse: Path
     multi_vector: Path
@@ -145,10 +144,10 @@ class M3:
 
 @dataclass(frozen=True, slots=True)
 class Listwise:
-    """A reranker that reads a query and its documents in one prompt, with a mark behind each of them.
+    """A reranker that reads a query and its documents in one prompt, with a mark after each of them.
 
-    Its authors cut a query to `longest_query` tokens and a document to `longest_document`, and divide a list into
-    prompts of at most `most_documents`, as many as twice the query and the documents fit `capacity` tokens.
+    As by its authors, a query is cut to `longest_query` tokens and a document to `longest_document`. A list is divided
+    into prompts of at most `most_documents`; twice the query plus the documents fit into `capacity` tokens.
     """
 
     document_mark: str
@@ -163,10 +162,9 @@ class Listwise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelSteps:
-    """What an image processor does to a picture, in this order: resize by Pillow's filter `resample`, so that the
-    shortest side has `shortest` pixels or to `size` (height, width); cut `crop` (height, width) from the middle, padded
-    with black; multiply by `factor`; subtract `mean` and divide by `deviation`, of red, green and blue. None
-    leaves a step out.
+    """The steps of an image processor, in order: resize by Pillow's filter `resample`, either the shortest side to
+    `shortest` pixels or to `size` (height, width); cut `crop` (height, width) from the middle, padded with black;
+    multiply by `factor`; subtract `mean` and divide by `deviation`, each for red, green and blue. None skips a step.
     """
 
     shortest: int | None = None
@@ -180,9 +178,9 @@ class PixelSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchSteps(PixelSteps):
-    """Steps whose resizing keeps the ratio of the sides: both become multiples of `unit`, of
-    `least` to `most` pixels together. Each square of `unit` x `unit` pixels is a token, of patches of `patch` pixels.
-    `first` are the least and most pixels of a resizing before that one, by the bicubic filter.
+    """Steps that resize to multiples of `unit` and `least` to `most` pixels in total, and keep the aspect ratio. Each
+    square of `unit` x `unit` pixels is a token, of patches of `patch` pixels. `first` are the limits of pixels of an
+    earlier bicubic resize.
     """
 
     unit: int
@@ -194,14 +192,14 @@ class PatchSteps(PixelSteps):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftSteps(PatchSteps):
-    """Patch steps by the resizing of Gemma 4's image processor: to as many pixels as `most` allows."""
+    """Patch steps that resize like Gemma 4's image processor, to as many pixels as `most` allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileSteps(PixelSteps):
-    """Steps that cut an image into squares of `tile` pixels (Idefics3), whose resizing keeps about the ratio of the
-    sides: the longest one becomes `longest`, then both multiples of `tile`. Where there are several squares, another
-    one has the whole image.
+    """Steps that cut an image into squares of `tile` pixels (Idefics3). Before that, they resize the longest side to
+    `longest` and then both sides to multiples of `tile`. If there are several squares, a further one has the whole
+    image.
     """
 
     longest: int
@@ -210,8 +208,8 @@ class TileSteps(PixelSteps):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlexibleSteps(PixelSteps):
-    """Steps whose resizing keeps about the ratio of the sides (SigLIP2 NaFlex): both become multiples of `patch`, of at
-    most `patches` squares of `patch` x `patch` pixels, each of which is a token.
+    """Steps that resize both sides to multiples of `patch`, roughly keeping their ratio (SigLIP2 NaFlex). Each square
+    of `patch` x `patch` pixels is a token; there are at most `patches`.
     """
 
     patch: int
@@ -220,7 +218,7 @@ class FlexibleSteps(PixelSteps):
 
 @dataclass(frozen=True, slots=True)
 class PageTexts:
-    """The texts around what a model of page images reads, `image` around the tokens of an image, each of which is
+    """The texts around the inputs of a model of page images: `image` around the tokens of an image, which are all
     `image_token`, and `query` around a query.
     """
 
@@ -231,14 +229,14 @@ class PageTexts:
 
 @dataclass(frozen=True, slots=True)
 class ChatTexts:
-    """The chat that a model reads texts and images in, one content of both (Qwen3-VL-Embedding, GME) or a query and a
+    """The chat in which a model reads texts and images: one content of both (Qwen3-VL-Embedding, GME), or a query and a
     document (Qwen3-VL-Reranker).
 
-    It is `pieces` joined: the instruction follows the first, a content each later one but the last.
-    `image` goes around the tokens of an image, each of which is `image_token`. Where a request has no instruction it is
-    `instruction`. A text may have none of the tokens `reserved`. `ends_instructions`: by a full stop, where they have
-    no punctuation. `has_grid`: the tokens of an image have positions in its rows and columns, else those of a text.
-    Unless it `fuses`, an input is a text or an image (EmbeddingGemma 2), which has no instruction.
+    It joins `pieces`: the instruction follows the first, a content each later one but the last. `image` surrounds the
+    tokens of an image, which are all `image_token`. `instruction` is used if a request has none. Texts must not contain
+    the tokens `reserved`. If `ends_instructions`, a full stop is added to instructions without punctuation. If
+    `has_grid`, the tokens of an image have positions by row and column, otherwise those of a text. Unless it `fuses`,
+    an input is either a text or an image (EmbeddingGemma 2), without an instruction.
     """
 
     pieces: tuple[str, ...]
@@ -253,14 +251,14 @@ class ChatTexts:
 
 @dataclass(frozen=True, slots=True)
 class DualEncoder:
-    """A model of texts and images in one space (CLIP, SigLIP), of queries and page images (ColPali), or of both in one
-    input: what it reads of an image, and how the text half reads ids.
+    """The inputs of a model of texts and images in one space (CLIP, SigLIP), of queries and page images (ColPali), or
+    of both in one input.
 
-    With `PatchSteps` or `FlexibleSteps` the size of an image tells how many tokens it takes, and `height` and `width`
-    are those of known images; so it is with `TileSteps`, where a square takes `image_tokens`; else an image takes
-    `image_tokens` of the forward and has `height` x `width` pixels behind `steps`. Nothing is read behind the first
-    `end_id` of a text. With `padding_token`, each text is padded at its end to `max_length` tokens, and the model reads
-    the padding.
+    With `PatchSteps` or `FlexibleSteps`, the size of an image determines its tokens, and `height` and `width` are those
+    of known images. With `TileSteps` as well, and each square takes `image_tokens`. With other `steps`, every image
+    takes `image_tokens` and has `height` x `width` pixels after them. Ids after the first `end_id` of a text are
+    ignored. With `padding_token`, each text is padded at its end to `max_length` tokens, and the model reads the
+    padding.
     """
 
     image_tokens: int
@@ -278,9 +276,9 @@ class ImageEncoder(DualEncoder):
 
 @dataclass(frozen=True, slots=True)
 class SoundSteps:
-    """What the feature extractor makes of a sound of `rate` samples a second: decibels of `mels` bands from `least_hz`
-    to `most_hz`, each `hop` samples by a transform of `fft`. A window has `window` samples; shorter sounds are padded
-    by `padding`. `fuses`: of a longer one the model reads four spectrograms together.
+    """The steps of the feature extractor for a sound of `rate` samples a second: every `hop` samples, a transform of
+    `fft` samples gives decibels of `mels` bands from `least_hz` to `most_hz`. A window has `window` samples; shorter
+    sounds are padded by `padding`. If the model `fuses`, it reads four spectrograms of a longer sound together.
     """
 
     rate: int
@@ -296,7 +294,7 @@ class SoundSteps:
 
 @dataclass(frozen=True, slots=True)
 class SoundEncoder:
-    """A model of texts and sounds in one space (CLAP): what it reads of a sound. A window begun is `window_tokens`."""
+    """The sound inputs of a model of texts and sounds in one space (CLAP). Each begun window takes `window_tokens`."""
 
     window_tokens: int
     steps: SoundSteps
@@ -306,10 +304,10 @@ class SoundEncoder:
 class PairTemplate:
     """The text of a pair that is passed to a language model.
 
-    It is `prefix` + `body` (with {query} and {document} in it) + `suffix`; only the body is truncated. Where there are
-    `pieces`, it is these, each tokenized on its own, two of which end in {query} and {document}. `strips`: query and
-    document lose white space at both ends. `cuts_prefix`: what is too long loses its beginning, the prefix included,
-    where it is not cut at its end.
+    It is `prefix` + `body` (with {query} and {document}) + `suffix`; only the body is truncated. If `pieces` are given,
+    they replace these three and are tokenized separately; two of them end in {query} and {document}. If it `strips`,
+    query and document lose white space at both ends. If it `cuts_prefix`, truncation on the left removes the prefix as
+    well.
     """
 
     prefix: str = ""
@@ -331,7 +329,7 @@ class CausalRerank:
 @dataclass(frozen=True, slots=True)
 class ScoringConfig:
     """A classifier or reranker: labels by index, and sigmoid, softmax, identity or a dotted class name. With a
-    `template` it scores pairs alone.
+    `template` it scores only pairs.
     """
 
     labels: tuple[str, ...]
@@ -342,10 +340,10 @@ class ScoringConfig:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter of PEFT: its file of weights, and its scale alpha and rank, by layers where these have others.
+    """A LoRA adapter of PEFT: its file of weights, its alpha and rank, and the layers with other values of these.
 
-    `by_root`: alpha is divided by the root of the rank (rsLoRA), not by the rank. `transposed`: weights of the base are
-    [in, out]. `has_magnitudes`: each layer has the length of its rows too (DoRA).
+    If `by_root`, alpha is divided by the root of the rank (rsLoRA) instead of the rank. If `transposed`, weights of the
+    base are [in, out]. If it `has_magnitudes`, each layer also has the lengths of its rows (DoRA).
     """
 
     weights: Path
@@ -373,25 +371,33 @@ def _of_layer(values: Mapping[str, float], layer: str, default: float) -> float:
 class Layout:
     """A servable model.
 
-    `transformer_dir` has config and tokenizer, `weights_dir` the weights, into which `adapters` are merged. Several
-    `poolings` are concatenated; `projections` follow them.
-    `position_offset` is a text's first position id. `max_length` is in tokens, special ones included. `kind` determines
-    which of `splade`, `late`, `m3` and `scoring` are set (an embedding model may have `m3`, a reranker be `listwise`).
-    `type_ids`: pairs have
-    token types. `skips_unknown`: unknown tokens are dropped. `config` is config.json as the library is to read it
-    (`config_is_changed`: not as it is in the file), `weight_names` whose names the weights have in the files, None for
-    the library's (`engine/own_weights`). `end_token` follows every text, even if tokenizer.json lacks it;
-    `own_tokenizer`: code of the model's own makes the tokenizer, whatever tokenizer.json has.
-    `reader` is the first module where it is code of the model's own: it computes hidden states in place of the
-    library's model (`engine/own_reader`), or without `poolings` the vector of a text itself.
-    `tasks`: the number of the LoRA weights, from 1, by the name of a prompt; `default_task` that of texts without a
-    name, 0 for none. Their changes are multiplied by `task_scale`, or they are `task_adapters`, one for each number.
-    `instruction_end` ends an instruction, of which no token is pooled, before or within a text.
-    `dual` is set for a model of texts and images; with `pages` it has a vector for each token of a page's image, with
-    `chat` it reads texts and images in one input. `sound` is set for a model of texts and sounds.
-    `dimensions` are those of dense vectors where a request asks for none, None for all; `truncate_left`: too long texts
-    are cut at their beginning unless a request sets it. `is_rounded`: dense vectors are round(127 · tanh(x)).
-    `notes` are for the log, `warnings` about the files for it, `/info` and the page.
+    Attributes:
+        transformer_dir: Directory of config and tokenizer.
+        weights_dir: Directory of the weights, into which `adapters` are merged.
+        config: config.json as the library must read it; `config_is_changed` if it differs from the file.
+        poolings: Several are concatenated; `projections` follow them.
+        max_length: In tokens, with special ones.
+        position_offset: A text's first position id.
+        kind: Determines which of `splade`, `late`, `m3` and `scoring` are set; an embedding model may have `m3`, a
+            reranker may be `listwise`.
+        type_ids: Whether pairs have token types.
+        skips_unknown: Whether unknown tokens are dropped.
+        weight_names: Naming scheme of the weights in the files (`engine/weights/own.py`); None for the library's.
+        end_token: Follows every text, even if tokenizer.json lacks it.
+        own_tokenizer: Whether the model's own code makes the tokenizer, regardless of tokenizer.json.
+        reader: First module if it is the model's own code (`engine/own_reader.py`): it computes hidden states in place
+            of the library's model, or, without `poolings`, the vector of a text.
+        tasks: Number of the LoRA weights, from 1, by the name of a prompt; `default_task` is for texts without a name,
+            0 for none. Their changes are multiplied by `task_scale`; or they are `task_adapters`, in order.
+        instruction_end: Ends an instruction, before or within a text, whose tokens are not pooled.
+        dual: Set for a model of texts and images. With `pages` it has a vector for each token of a page's image, with
+            `chat` it reads texts and images in one input.
+        sound: Set for a model of texts and sounds.
+        dimensions: Default number of dimensions of dense vectors; None for all.
+        truncate_left: Whether long texts lose their beginning by default.
+        is_rounded: Whether dense vectors are round(127 · tanh(x)).
+        notes: For the log.
+        warnings: About the files; for the log, `/info` and the page.
     """
 
     root: Path
@@ -474,7 +480,7 @@ class Layout:
         """The directories and files that weights are loaded from."""
         projections = (*self.projections, *(() if self.late is None else self.late.projections))
         folders = [one.path for one in projections if isinstance(one, (Dense, LayerNorm))]
-        named = self.config.get("transformers_weights")  # which the library prefers to all others
+        named = self.config.get("transformers_weights")  # the library prefers it to all others
         files = [] if named is None else [self.weights_dir / str(named)]
         files += [adapter.weights for adapter in (*self.adapters, *self.task_adapters)]
         if self.query_table is not None:

@@ -34,7 +34,7 @@ from teimgr.models.served_config import ServedConfig
 from teimgr.models.source import names_a_path
 
 MODEL2VEC = "model2vec"
-# Files beside those that are read here, which the libraries of the engine parse.
+# Further files that the engine's libraries parse.
 _READ_BY_LIBRARIES = (
     *("tokenizer.json", "vocab.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("chat_template.json", "processor_config.json"),
@@ -42,18 +42,18 @@ _READ_BY_LIBRARIES = (
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 _STATIC = (MODEL2VEC, "static")
 DUAL_ENCODERS = ("clip", "siglip", "siglip2")
-"""Model types of texts and images in one space that are served."""
+"""Served model types of texts and images in one space."""
 IMAGE_ENCODERS = ("dinov2", "dinov2_with_registers")
-"""Model types of images alone that are served."""
+"""Served model types of images alone."""
 PAGE_ENCODERS = ("colpali", "colqwen2", "colmodernvbert")
-"""Model types of queries and page images, with a vector for each token, that are served."""
+"""Served model types of queries and page images, with a vector for each token."""
 VISION_CHATS = ("qwen3_vl", "qwen2_vl", "embedding_gemma2")
-"""Model types of texts and images in one input, of which embedding models and rerankers are served."""
+"""Model types of texts and images in one input, whose embedding models and rerankers are served."""
 SOUND_ENCODERS = ("clap",)
-"""Model types of texts and sounds in one space that are served."""
+"""Served model types of texts and sounds in one space."""
 SENSES = (*DUAL_ENCODERS, *IMAGE_ENCODERS, *PAGE_ENCODERS, *VISION_CHATS, *SOUND_ENCODERS)
-"""Model types of anything but texts alone that are served."""
-_CARD_CHARACTERS = 10_000  # of a model card that are looked into
+"""Served model types of images or sounds, with or without texts."""
+_CARD_CHARACTERS = 10_000  # read of a model card
 _MAX_SHOWN_CHARS = 80
 
 
@@ -61,13 +61,12 @@ _MAX_SHOWN_CHARS = 80
 class ModelMetadata:
     """The metadata files of a model directory.
 
-    `transformer_dir` is the directory of the first module: its config.json is `config`, as the library is to read it
-    (`config_is_changed`: not as it is in the file; `weight_names`: whose names the weights have), its
-    sentence_bert_config.json `settings`. `saved` is config_sentence_transformers.json. `own_tokenizer`: it is code of
-    the model's own, and trusted. `end_token` is what the model's own tokenizer puts behind every text. `notes` are for
-    the log, `warnings` about the files. `own` is what is known of code of the model's own: its prompts, tasks and
-    pooling. `task_adapters` are PEFT's, by task. `weights_dir` is the directory of the weights: that of the base model
-    where there are `adapters`, which may have the tokenizer as well.
+    `transformer_dir` is the directory of the first module: its config.json is `config`, as the library must read it
+    (`config_is_changed` if it differs from the file), its sentence_bert_config.json `settings`. `saved` is
+    config_sentence_transformers.json. `weight_names` is the naming scheme of the weights. `own_tokenizer` means that
+    the tokenizer is the model's own trusted code; that appends `end_token` to every text. `own` has the prompts, tasks
+    and pooling of known own code. `task_adapters` are PEFT's, by task. With `adapters`, `weights_dir` is the directory
+    of the base model, which may have the tokenizer as well. `notes` are for the log, `warnings` are about the files.
     """
 
     root: Path
@@ -150,10 +149,10 @@ def read_metadata(root: Path, trust_remote_code: bool, chain: Chain | None = Non
     chain = _read_by_own_code(chain, served, root, trust_remote_code)
     if chain.reader is not None:
         _refuse_adapters(adapters, chain.reader.name)
-        served = ServedConfig(config)  # for its code, as it is in the file
+        served = ServedConfig(config)  # unchanged, for its own code
     settings = read_settings(transformer)
     if adapters and not any((transformer / name).is_file() for name in _TOKENIZERS):
-        transformer = weights_dir  # the tokenizer is that of the base model
+        transformer = weights_dir  # with the base model's tokenizer
     for name in _READ_BY_LIBRARIES:
         check_size(transformer / name)
     tokens = TokenFiles(transformer)
@@ -209,26 +208,26 @@ def _refuse_adapters(adapters: tuple[Adapter, ...], reader: str) -> None:
     if adapters:
         raise ModelLoadFailed(
             f"{reader}, the first module of modules.json, is code in the model's own repository, and "
-            "has an adapter of PEFT beside it, which is not served"
+            "has an adapter of PEFT, which is not served"
         )
 
 
-# The sizes in config.json that memory is taken by, before any weight is compared; the largest known models have 126
-# layers, 128 heads, 16,384 columns, 262,144 ids and 131,072 positions.
+# Limits on sizes in config.json by which the library allocates memory before it reads weights. The largest known models
+# have 126 layers, 128 heads, 16,384 columns, 262,144 ids and 131,072 positions.
 _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers", "n_layer"), 1024),
     **dict.fromkeys(("num_attention_heads", "n_heads", "num_heads", "n_head", "num_key_value_heads"), 4096),
     **dict.fromkeys(("hidden_size", "d_model", "dim", "n_embd", "embedding_size", "head_dim"), 1 << 17),
     **dict.fromkeys(("intermediate_size", "d_ff", "hidden_dim", "n_inner"), 1 << 20),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "type_vocab_size"), 1 << 24),
-    # The library makes a name for each label before anything else.
+    # The library first makes a name for each label.
     **dict.fromkeys(("num_labels", "relative_attention_num_buckets"), 1 << 20),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 14),
     "moe_intermediate_size": 1 << 20,
 }
 _MAY_BE_ZERO = ("type_vocab_size", "max_position_embeddings", "num_labels", "num_experts", "num_local_experts")
-_MAX_STAGES = 16  # of a Swin transformer, each with its number of heads
-_PARTS = ("encoder", "decoder")  # beside `text_config` and its like
+_MAX_STAGES = 16  # of a Swin transformer, whose config has a list of head counts
+_PARTS = ("encoder", "decoder")  # checked like `text_config` and the others
 
 
 def _check_sizes(config: dict[str, Any], file: str) -> None:
@@ -279,7 +278,7 @@ def _weight_names(folder: Path, own: str | None) -> str | None:
     return own if graph is None else ONNX
 
 
-# What is not a text embedding model at all, by model type: what to say of it.
+# Model types that embed something other than texts, and what they embed.
 _OTHER_MODELS = {
     **dict.fromkeys(("align", "altclip", "chinese_clip", "blip", "flava"), "images and text"),
     **dict.fromkeys(("whisper", "wav2vec2", "hubert", "wavlm"), "sound"),
@@ -294,8 +293,8 @@ def _refuse_other_models(config: dict[str, Any]) -> None:
     model_type = str(config["model_type"])
     if model_type == "embedding_gemma2" and not config.get("vision_config"):
         raise ModelLoadFailed(
-            "the EmbeddingGemma 2 has no part that reads images (vision_config of config.json), and is served with it "
-            "alone: use the files with all parts, as google/embeddinggemma-2 has them"
+            "the EmbeddingGemma 2 lacks the part that reads images (vision_config of config.json), without which it is "
+            "not served: use the files with all parts, like those of google/embeddinggemma-2"
         )
     if model_type in SENSES:
         return
@@ -309,10 +308,10 @@ def _refuse_other_models(config: dict[str, Any]) -> None:
 
 
 FILE = "adapter_config.json"
-# How an adapter was begun. Others change the weights of the base model as well.
+# Initialisations of an adapter. Others change the weights of the base model as well.
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
-# The patterns of layers' names that are read: names, alternatives, `.*`. What an expression costs to compile or to
-# match has no bound: 7 KB of character classes take 5 s, nested repetitions all time there is.
+# The accepted patterns of layer names: names, alternatives, `.*`. The cost of other expressions has no bound: compiling
+# 7 KB of character classes takes 5 s, matching nested repetitions takes forever.
 _MAX_PATTERNS, _MAX_REPETITIONS = 256, 3
 _PATTERN = re.compile(r"(?:[A-Za-z0-9_.|^$-]|\\[.dw]|\((?!\?)|\)(?![*+?])|(?<=[\w.])[*+?](?![*+?])){1,256}", re.ASCII)
 
@@ -329,7 +328,7 @@ def read_adapters(folder: Path) -> tuple[tuple[Adapter, ...], Path, tuple[str, .
     while (config := read_object(folder / FILE)) is not None:
         if len(found) == hub.MAX_ADAPTERS:
             limit = hub.MAX_ADAPTERS
-            raise ModelLoadFailed(f"more than {limit} adapters are on top of each other, the last in {folder}")
+            raise ModelLoadFailed(f"more than {limit} adapters are stacked, the last in {folder}")
         found.insert(0, _adapter(folder, config))
         warnings += ADAPTER.warnings(FILE, config)
         folder = configuration_folder(_base_of(folder))
@@ -347,7 +346,7 @@ def read_task_adapters(root: Path, folders: Sequence[str]) -> tuple[Adapter, ...
         config = read_object(root / name / FILE)
         if config is None:
             raise ModelLoadFailed(f"config.json names a task whose adapter is missing: {name}/{FILE}")
-        ADAPTER.warnings(f"{name}/{FILE}", config)  # its refusals
+        ADAPTER.warnings(f"{name}/{FILE}", config)  # for its refusals
         found.append(_adapter(root / name, config))
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""Modules of sentence-transformers and PyLate: which a text goes through (modules.json), and what each does."""
+"""Modules of sentence-transformers and PyLate: their order (modules.json) and their configurations."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from teimgr.spec import POOLINGS
 
 JINA_TRANSFORMER, INT8_TANH = "custom_st.Transformer", "Int8Tanh"
 GME_TRANSFORMER = "custom_st.MultiModalTransformer"
-# Classes of repositories' own that are known, the module that each is taken for, and the arguments of a call that it
-# may have: of jina-embeddings-v3 and v5, and of GME, a Transformer, and of pplx-embed-v1 round(127 · tanh(x)), what it
-# does by default.
+# Known classes of models' own code, the module served in place of each, and the call arguments that it may have:
+# those of jina-embeddings-v3 and v5 and of GME are a Transformer, that of pplx-embed-v1 is round(127 · tanh(x)), its
+# default.
 KNOWN_OWN = {
     JINA_TRANSFORMER: ("Transformer", ["task", "truncate_dim"]),
     GME_TRANSFORMER: ("Transformer", []),
@@ -39,8 +39,8 @@ def is_own_module(dotted: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One module: its class name without the package, and its directory. `code` is set where it is code of the model's
-    own, which is trusted.
+    """One module: its class name without the package, and its directory. `code` is set if it is the model's own
+    trusted code.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Module:
         return f"{self.path.name}/config.json"
 
 
-# As transformers finds code: a file of the model's root or of another repository, and a class in it.
+# How transformers names code: a file in the model's root or in another repository, and a class in it.
 _OWN_CODE = re.compile(r"([\w.-]+(/[\w.-]+)?--)?[A-Za-z_]\w*\.[A-Za-z_]\w*")
 
 
@@ -88,10 +88,10 @@ def own_module(code: OwnModule, trusts: bool, file: str = "modules.json") -> Mod
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The modules in order; none for a bare transformer. Dropout, without effect at inference, is left out.
+    """The modules in order, without Dropout; none for a bare transformer.
 
-    Of a model with a Router they are those of documents; `queries` are those of queries, and `queries_by_default`
-    whether a text without a role is one.
+    In a model with a Router they are those of documents, and `queries` those of queries. If `queries_by_default`, a
+    text without a role is a query.
     """
 
     modules: tuple[Module, ...]
@@ -150,7 +150,7 @@ class Chain:
 TEXT, TOKENS, SCORES = "sentence_embedding", "token_embeddings", "scores"
 _TANH = "torch.nn.modules.activation.Tanh"  # sentence-transformers' default for a Dense module
 IDENTITY = "torch.nn.modules.linear.Identity"
-# Activations over one dimension, which is the first of a batch with a vector for each token.
+# Activations over one dimension; with a vector for each token, torch would take the first, the texts of a batch.
 _OVER_TEXTS = ("Softmax", "Softmin", "LogSoftmax")
 
 
@@ -171,13 +171,13 @@ def _projection(module: Module, works_on: str, gives: str) -> Projection:
     if module.code is not None:
         if (works_on, gives) != (TEXT, TEXT):
             raise ModelLoadFailed(
-                f"{module.code.code}, code in the model's own repository, is run behind a pooling alone"
+                f"{module.code.code}, code in the model's own repository, is run only after a pooling"
             )
         return module.code
     if module.name not in ("Dense", "LayerNorm", "Normalize"):
         raise ModelLoadFailed(f"a {module.name} module is not served in this place")
     config = module.config()
-    # Dense modules of PyLate and of early multi-vector models have no module_input_name.
+    # Dense modules of PyLate and of early multi-vector models lack module_input_name.
     default = works_on if module.name == "Dense" else TEXT
     reads = str(config.get("module_input_name") or default)
     writes = str(config.get("module_output_name") or reads)
@@ -196,12 +196,12 @@ def _projection(module: Module, works_on: str, gives: str) -> Projection:
     if not str(activation).startswith("torch."):
         raise ModelLoadFailed(
             f"the Dense module {module.path.name} has the activation {activation}, code of the model's own, which is "
-            "not run here"
+            "not run"
         )
     if works_on == TOKENS and str(activation).endswith(_OVER_TEXTS):
         raise ModelLoadFailed(
-            f"the Dense module {module.path.name} has the activation {activation}, which torch computes of vectors of "
-            "tokens over the texts of a batch: it is not served there"
+            f"the Dense module {module.path.name} has the activation {activation}, which torch computes over the "
+            "texts of a batch if each token has a vector: not served"
         )
     return Dense(
         path=module.path,
@@ -230,7 +230,7 @@ _BY_NAME = {
     "weightedmean": "weighted_mean",
     "lasttoken": "last_token",
 }
-# In the order in which sentence-transformers concatenates them.
+# In the order of concatenation in sentence-transformers.
 _BY_BOOLEAN = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -293,19 +293,19 @@ def _saved(saved: dict[str, Any]) -> tuple[str, ...]:
         raise ModelLoadFailed(f"the pooling {named!r} of 1_Pooling/config.json is not served")
     poolings = poolings or tuple(name for key, name in _BY_BOOLEAN.items() if saved.get(key))
     if not poolings:
-        raise ModelLoadFailed("1_Pooling/config.json switches no pooling on")
+        raise ModelLoadFailed("1_Pooling/config.json enables no pooling")
     return poolings
 
 
 _NOT_SERVED = {
     "BoW": "it counts words and has no transformer",
-    "CNN": "it puts a convolution behind the transformer",
-    "LSTM": "it puts a recurrent network behind the transformer",
+    "CNN": "it has a convolution after the transformer",
+    "LSTM": "it has a recurrent network after the transformer",
     "SparseAutoEncoder": "its sparse entries are features of an autoencoder, which no surface can name",
     "SparseStaticEmbedding": "it weighs the words of a query without a model, outside of a Router",
     "TokenPooling": "it merges the token vectors of a text",
     "WeightedLayerPooling": "it mixes the layers of the transformer",
-    "WordEmbeddings": "it looks words up in its own table and has no tokenizer file",
+    "WordEmbeddings": "it has its own table of words and no tokenizer file",
     "WordWeights": "it weighs words with its own table",
 }
 _SERVED = {
@@ -314,7 +314,7 @@ _SERVED = {
 }
 _READERS = ("Transformer", "MLMTransformer", "StaticEmbedding", "CLIPModel")
 QUERY, DOCUMENT = "query", "document"
-# Names of the route of documents: the library's, and those of its documentation of Asym.
+# Names of the route of documents in the library, and in its documentation of Asym.
 _DOCUMENTS = (DOCUMENT, "doc", "passage")
 _BY_OLD_NAME = {"MLMTransformer": "Transformer"}
 _SPARSE_DOCUMENTS = ("Transformer", "SpladePooling")
@@ -410,8 +410,8 @@ def _routed(root: Path, path: str, dotted: str, file: str, route: str, trusts: b
     module = own_module(OwnModule(folder_in(root, path), dotted, root, route), trusts, file)
     if "--" in dotted:
         raise ModelLoadFailed(
-            f"{file} has {dotted}, code of another repository, which sentence-transformers reads in a route at its "
-            "newest revision alone: copy its file into the model's directory, and name it file.Class"
+            f"{file} has {dotted}, code of another repository, which sentence-transformers reads in a route only at "
+            "its newest revision: copy its file into the model's directory, and name it file.Class"
         )
     return module
 

@@ -1,10 +1,10 @@
-"""Models from the other hosts of a fleet, over mutual TLS into the hub's cache of this host; every file is verified.
+"""Fetches models from the other hosts of a fleet, over mutual TLS into the hub's cache; every file is verified.
 
-A worker asks the agent of its host, on the agent's unix socket, who the others are: {"op": "hosts"}, answered by
-{"hosts": [[name, address], …], "models_from"}. Then it asks one host after the other for the model
-(`cluster/host_models.py` has the messages). The first one that has it decides on the commit and the files; each file
-may come from any host that has the same one, is continued where another host broke off, and is checked by its digests.
-Snapshot and ref appear when all files are here, laid out as huggingface-hub does it. Blocking, for a thread.
+A worker requests the list of hosts from the agent of its host, on the agent's unix socket: {"op": "hosts"}, answered by
+{"hosts": [[name, address], …], "models_from"}. Then it requests the model from one host after the other
+(`cluster/host_models.py` has the messages). The first host that has it determines the commit and the files. Each file
+may come from any host that has the same one, is resumed after a broken transfer, and is checked by its digests.
+Snapshot and ref, in the layout of huggingface-hub, appear once all files are here. Blocking, for a thread.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ MAX_FILES = 2000
 CONNECT_LIMIT_S = 5.0
 ANSWER_LIMIT_S = 60.0
 SILENCE_LIMIT_S = 30.0
-"""A host that sends fewer than `_MIN_BYTES` of a file in so long is given up."""
+"""A transfer with fewer than `_MIN_BYTES` in this time is given up."""
 BUSY_LIMIT_S = 900.0
-"""So long hosts that send to others already are waited for."""
+"""Limit on the wait for hosts that are sending to others."""
 FRUITLESS_ROUNDS = 3
 PAUSE_S = 1.0
 _AGENT_LIMIT_S = 15.0
@@ -65,13 +65,13 @@ _WEIGHTS = (".safetensors", ".bin", ".pt")
 log = logging.getLogger(__name__)
 
 Hosts = Sequence[tuple[str, str]]
-"""Names, and the addresses of their services."""
+"""Names and service addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A file of a model as a host announces it. `blob` is its name in the hub's cache: its SHA-256, or of a small file
-    the SHA-1 that git gives it.
+    """A file of a model as a host announces it. `blob` is its name in the hub's cache: its SHA-256, or git's SHA-1 of a
+    small file.
     """
 
     name: str
@@ -98,11 +98,11 @@ class ModelFile:
         """Return the fault of the content at `path`; empty if it is this file's."""
         found = path.stat().st_size
         if found != self.size_bytes:
-            return f"it has {found:,} bytes, {self.size_bytes:,} were announced"
+            return f"it has {found:,} bytes, announced were {self.size_bytes:,}"
         with path.open("rb") as content:
             sha256 = hashlib.file_digest(content, "sha256").hexdigest()
         if sha256 != self.sha256:
-            return f"its SHA-256 is {sha256}, {self.sha256} was announced"
+            return f"its SHA-256 is {sha256}, announced was {self.sha256}"
         if len(self.blob) == len(sha256):
             return "" if sha256 == self.blob else f"its SHA-256 is {sha256}, and {self.blob} in the hub's cache"
         oid = git_oid(path)
@@ -129,7 +129,7 @@ def git_oid(path: Path) -> str:
 
 @dataclass(slots=True)
 class FetchProgress:
-    """How far a fetch is, and from which host; written by its thread and read by others."""
+    """Progress of a fetch, and its current host; written by its thread, read by others."""
 
     host: str = ""
     bytes_done: int = 0
@@ -137,7 +137,7 @@ class FetchProgress:
 
 
 class FleetNeighbours:
-    """`hub.Neighbours` of the host of `identity`, whose agent listens at `agent_socket`; `cache` is the hub's."""
+    """`hub.Neighbours` of the host with `identity` and an agent at `agent_socket`; `cache` is the hub's."""
 
     def __init__(self, agent_socket: Path, identity: FleetIdentity, cache: Path | None = None) -> None:
         self.progress = FetchProgress()
@@ -186,12 +186,12 @@ class FleetNeighbours:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise Unavailable(f"this host's agent does not list the other hosts: {error}") from error
         if order not in get_args(hub.ModelsFrom):
-            raise Unavailable(f"this host's agent is of another version: models_from is {order!r}")
+            raise Unavailable(f"this host's agent runs another version: models_from is {order!r}")
         return order, [each for each in hosts if each[0] != self._identity.node]
 
 
 class _HostConnection:
-    """A connection to the service of another host, which proves its name. All methods raise Unavailable."""
+    """A connection to the service of another host, whose name is verified. All methods raise Unavailable."""
 
     def __init__(self, host: str, address: str, identity: FleetIdentity) -> None:
         self.host = host
@@ -244,7 +244,7 @@ class _HostConnection:
                 self._socket.settimeout(SILENCE_LIMIT_S)
                 piece = self._socket.recv(min(size, _READ_BYTES))
                 if not piece:
-                    raise ConnectionError("it ended in a file")
+                    raise ConnectionError("it closed within a file")
                 size -= len(piece)
                 yield piece
                 if (now := time.monotonic()) - began > SILENCE_LIMIT_S:
@@ -266,7 +266,7 @@ class _HostConnection:
 
 
 class _Fetch:
-    """The copy of one model. `run` is the whole of it; a round tries every host once."""
+    """The copy of one model, by `run`. A round tries every host once."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ class _Fetch:
         self._commit = ""
         self._files: Sequence[ModelFile] = ()
         self._wrong: set[tuple[str, str]] = set()
-        """Hosts with the blobs of which they sent other content."""
+        """Hosts, each with a blob for which it sent other content."""
         self._absent: set[str] = set()
         self._busy = False
         self._transient = False
@@ -300,9 +300,9 @@ class _Fetch:
         """Like `FleetNeighbours.fetch`; raises OSError besides."""
         hub.check_id(self._model_id, self._revision)
         if not self._hosts():
-            raise ModelNotFound(f"no other host is in the fleet that could have model '{self._model_id}'")
+            raise ModelNotFound(f"the fleet has no other host that could have model '{self._model_id}'")
         self._locks.mkdir(parents=True, exist_ok=True)
-        with _locked(self._locks / "neighbours.lock"):  # workers of one host need the same files
+        with _locked(self._locks / "neighbours.lock"):  # several workers of a host may fetch the same files
             found = hub.find_cached(self._model_id, self._revision, self._cache)
             return found or self._fetch_all()
 
@@ -326,7 +326,7 @@ class _Fetch:
         """One round; whether all files are here."""
         self._busy = self._transient = False
         self._absent = set()
-        with suppress(Unavailable):  # the agent is restarted; the hosts are as before
+        with suppress(Unavailable):  # the agent restarts: keep the former hosts
             self._known_hosts = self._hosts()
         for host, address in self._known_hosts:
             try:
@@ -377,7 +377,7 @@ class _Fetch:
         missing, free = self._progress.bytes_total - present, shutil.disk_usage(self._blobs).free
         if missing > free:
             raise StorageFull(
-                f"{self._blobs}: {missing:,} bytes of model '{self._model_id}' are missing, and {free:,} are free"
+                f"{self._blobs}: model '{self._model_id}' needs {missing:,} more bytes, and {free:,} are free"
             )
 
     def _take(self, link: _HostConnection, offer: Mapping[str, ModelFile]) -> None:
@@ -389,7 +389,7 @@ class _Fetch:
             if theirs is None or (theirs.blob, theirs.size_bytes) != (file.blob, file.size_bytes):
                 self._reasons[link.host] = f"{link.host} has another {file.name}"
                 continue
-            with _locked(self._locks / f"{file.blob}.lock"):  # the hub library's own
+            with _locked(self._locks / f"{file.blob}.lock"):  # the hub library uses the same lock
                 if not self._has(file):
                     self._fetch(link, theirs)
 
@@ -411,7 +411,7 @@ class _Fetch:
                 break
         self._wrong.add((link.host, file.blob))
         self._reasons[link.host] = f"{file.name} of host '{link.host}' is not what it announced: {problem}"
-        log.error("wrong file of another host", extra={"model": self._model_id, "reason": self._reasons[link.host]})
+        log.error("corrupt file from another host", extra={"model": self._model_id, "reason": self._reasons[link.host]})
 
     def _receive(self, link: _HostConnection, file: ModelFile, partial: Path, start: int) -> None:
         link.send(file=file.name, start=start)
@@ -426,10 +426,10 @@ class _Fetch:
                 except OSError as error:
                     if error.errno not in _NO_ROOM:
                         raise
-                    partial.unlink(missing_ok=True)  # what else needs the disk goes before
+                    partial.unlink(missing_ok=True)  # free the disk for other processes
                     raise StorageFull(
-                        f"{partial}: {error.strerror}; {file.size_bytes - partial_bytes:,} bytes of {file.name} were "
-                        "missing"
+                        f"{partial}: {error.strerror}; {file.size_bytes - partial_bytes:,} bytes of {file.name} are "
+                        "still missing"
                     ) from error
                 partial_bytes += len(piece)
                 self._progress.bytes_done += len(piece)
@@ -455,7 +455,7 @@ class _Fetch:
             self._link_files(staging, snapshot)
             try:
                 staging.rename(snapshot)
-            except OSError as error:  # the hub library has made it meanwhile
+            except OSError as error:  # the hub library may have made it meanwhile
                 shutil.rmtree(staging, ignore_errors=True)
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -467,7 +467,7 @@ class _Fetch:
             write_atomically(ref, self._commit.encode())
         found = hub.find_cached(self._model_id, self._revision, self._cache)
         if found is None:
-            raise ModelDownloadFailed(self._model_id, "the files of other hosts are not a whole model")
+            raise ModelDownloadFailed(self._model_id, "the files of other hosts are not a complete model")
         log.info("model fetched from another host", extra={"model": self._model_id, "host": self._progress.host})
         return found
 
@@ -503,7 +503,7 @@ def _offer(answer: Mapping[str, Any]) -> tuple[str, dict[str, ModelFile]]:
 
 def _locked(path: Path) -> Any:
     """Return the hub library's lock of a file, as a context manager."""
-    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # it is exported lazily
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # exported lazily
 
     return WeakFileLock(path)
 

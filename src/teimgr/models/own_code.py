@@ -1,9 +1,8 @@
-"""Models whose repository brings its own code: which of it is known, and the config.json by which the library
-computes the same.
+"""Models with their own code: the known code, and the config.json with which the library computes the same.
 
-Code is known by its file and class (`_CODE`), and by its repository where config.json names another one; never by the
-name of a class alone, since a class of the library's name may compute something else: in `modeling_qwen.Qwen2Model`
-tokens attend in both directions. The tests compare each entry with a plain forward.
+Code is recognised by its file and class (`_CODE`), and by its repository if config.json names another one. The class
+name alone is not enough, since a class with a name of the library may compute something else: in
+`modeling_qwen.Qwen2Model` tokens attend in both directions. The tests compare each entry with a plain forward.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from teimgr.models.served_config import (
 )
 
 OWN_MODELS = frozenset({"jina_bert", "nomic_bert_moe"})
-"""Model types of `engine/own_models`, which config.json is converted to."""
+"""Model types of `engine/own_models`, to which config.json is converted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """Code that is known: its model type, the repository it is in where not in the model's own, and its classes."""
+    """Known code: its model type, the owner of its repository if not in the model's own, and its classes."""
 
     model_type: str
     repository: str
@@ -62,7 +61,7 @@ def served_config(config: Config, trust_remote_code: bool) -> ServedConfig:
         except ModelLoadFailed:
             if not trust_remote_code:
                 raise
-            return ServedConfig(config)  # its own code has that setting
+            return ServedConfig(config)  # its own code reads that setting
         return replace(served, is_changed=True)
     if classes and not trust_remote_code:
         names = ", ".join(sorted({name for _, name in classes}))
@@ -81,7 +80,7 @@ def references(config: Config) -> list[tuple[str, str]]:
     """
     named = config.get("auto_map") or {}
     if not isinstance(named, dict):
-        raise ModelLoadFailed("auto_map should name classes by those of the library, and is a list or a text")
+        raise ModelLoadFailed("auto_map should map the library's classes to own ones, and is a list or a text")
     entries = named.values()
     flat = [str(one) for entry in entries for one in (entry if isinstance(entry, list) else [entry]) if one]
     return [(one.rpartition("--")[0], one.rpartition("--")[2]) for one in flat]
@@ -122,7 +121,7 @@ def _dpr(config: Config) -> ServedConfig:
     return ServedConfig({**kept, "model_type": "bert"}, True, weight_names=DPR)
 
 
-# Decoders of the library that honour `is_causal: false`, and do not know `use_bidirectional_attention`.
+# Decoders of the library that honour `is_causal: false` and ignore `use_bidirectional_attention`.
 _DECODERS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
 
 
@@ -196,7 +195,7 @@ def _gte(config: Config) -> ServedConfig:
     refuse_unless(config, position_embedding_type="rope", layer_norm_type="layer_norm", pack_qkv=True)
     refuse_unless(config, logn_attention_scale=False)
     scaling = config.get("rope_scaling") or {}
-    base = float(config.get("rope_theta", 10000.0))  # of the class NewConfig
+    base = float(config.get("rope_theta", 10000.0))  # the default of the class NewConfig
     rope: Config = {"rope_type": "default", "rope_theta": base}
     kind = scaling.get("type") or scaling.get("rope_type")
     if kind == "ntk":
@@ -220,7 +219,7 @@ _GTE_KEYS = (
 )
 
 ONNX = "onnx"
-"""The weights are in a graph for ONNX, by the names that the library's model had when it was exported."""
+"""The weights are in an ONNX graph, with the names in the library's model at its export."""
 
 
 def _bilingual(config: Config) -> ServedConfig:
@@ -235,7 +234,7 @@ def _lfm2(config: Config) -> ServedConfig:
     return ServedConfig({**config, "is_causal": False})
 
 
-# Sizes of Nomic's own code, by their names in the library.
+# Sizes in Nomic's own code, with their names in the library.
 _NOMIC_NAMES = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
@@ -244,7 +243,7 @@ _NOMIC_NAMES = {
     "layer_norm_epsilon": "layer_norm_eps",
 }
 _OLD_NOMIC_KEYS = frozenset({*_NOMIC_NAMES, "rotary_emb_base", "rotary_scaling_factor", "activation_function"})
-# Of its other settings these values are served.
+# Its other settings, with the values that are served.
 _NOMIC_FIXED: dict[str, tuple[Any, ...]] = {
     "causal": (False, None),
     "prenorm": (False, None),
@@ -351,7 +350,7 @@ _CODE = (
     _Code("lfm2", "LiquidAI/", _LFM2, _lfm2),
     _Code("phi3", "microsoft/", classes_of("configuration_phi3", "modeling_phi3", "Phi3", *HEADS), _same),
     _Code("qwen3", "voyageai/voyage-4-nano", _VOYAGE, _both_ways_by_class),
-    _Code("qwen3", "jinaai/", frozenset({"modeling.JinaForRanking"}), _same),  # `models/scoring`
+    _Code("qwen3", "jinaai/", frozenset({"modeling.JinaForRanking"}), _same),  # read by `models/scoring`
     _Code("bidirectional_pplx_qwen3", "perplexity-ai/", _PPLX, _encoder),
     _Code("qwen2_vl", "Alibaba-NLP/", _GME, _gme),
     _Code("qwen2", "Alibaba-NLP/", classes_of("configuration_qwen", "modeling_qwen", "Qwen2", *HEADS), _qwen2),
@@ -361,8 +360,7 @@ _CODE = (
     _Code("mistral", "McGill-NLP/", frozenset({"modeling_mistral_encoder.MistralEncoderModel"}), _encoder),
 )
 
-# Tokenizers of models' own that put the end token behind every text where `add_eos_token` is set, in the words of
-# tokenizer.json else.
+# Own tokenizers that append the end token to every text if `add_eos_token` is set, and otherwise follow tokenizer.json.
 _KNOWN_TOKENIZERS = ("", "Alibaba-NLP/gte-Qwen2-7B-instruct")
 _ENDING_TOKENIZERS = frozenset({"tokenization_qwen.Qwen2Tokenizer", "tokenization_qwen.Qwen2TokenizerFast"})
 
@@ -412,7 +410,7 @@ def code_repositories_of(model: Path) -> list[str]:
     found: set[str] = set()
     for place in module_places(model):
         config, tokenizer = (read_object(place.path / name) or {} for name in ("config.json", "tokenizer_config.json"))
-        if is_own_module(place.type):  # it loads what the files name, whether it is known here or not
+        if is_own_module(place.type):  # it may load all code that the files name, known or not
             found |= {where for where, _ in (*references(config), *references(tokenizer))}
             found.add(place.type.rpartition("--")[0])
         else:

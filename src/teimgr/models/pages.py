@@ -1,4 +1,4 @@
-"""Models of queries and page images with a vector for each token, as transformers saves them: ColPali, ColQwen2 and
+"""Reads models of queries and page images with a vector per token, as saved by transformers: ColPali, ColQwen2 and
 ColModernVBert.
 """
 
@@ -24,7 +24,7 @@ from teimgr.models.known_keys import KnownKeys
 from teimgr.models.layout import DualEncoder, LateInteraction, Layout, PageTexts, PatchSteps, PixelSteps, TileSteps
 from teimgr.models.metadata import PAGE_ENCODERS, ModelMetadata
 
-_ADDED_TOKENS = 10  # behind a query, by all processors
+_ADDED_TOKENS = 10  # that processors append to a query
 _QWEN_KEYS = KnownKeys(
     honoured=frozenset(
         (
@@ -41,7 +41,7 @@ _QWEN_KEYS = KnownKeys(
             *("min_pixels", "max_pixels", "patch_size", "merge_size", "image_processor_type"),
         )
     ),
-    # `default_to_square` is of a size that is one number, and those here are edges.
+    # `default_to_square` applies to a size that is one number; the sizes here name edges.
     harmless=frozenset(("processor_class", "data_format", "input_data_format", "return_tensors", "default_to_square")),
     only={"do_convert_rgb": (True, None), "temporal_patch_size": (2,)},
 )
@@ -49,15 +49,15 @@ _TILE_KEYS = KnownKeys(
     honoured=(_QWEN_KEYS.honoured - {"min_pixels", "max_pixels", "patch_size", "merge_size"}) | {"max_image_size"},
     harmless=_QWEN_KEYS.harmless | frozenset(("do_pad", "return_row_col_info")),
     only={
-        # Of null the library makes what false is.
+        # The library treats null as false.
         **dict.fromkeys(("do_resize", "do_image_splitting", "do_rescale", "do_normalize"), (True,)),
         "do_convert_rgb": (True, None),
     },
 )
 _TILED_IMAGE = "<|begin_of_text|>User:<image>Describe the image.<end_of_utterance>\nAssistant:"
-_MAX_SIDE, _MAX_TILES = 4096, 8  # pixels of the longest side, beyond which the library scales, and squares along it
+_MAX_SIDE, _MAX_TILES = 4096, 8  # pixels of the longest side, above which the library scales; squares along it
 _QWEN_IMAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|><|endoftext|>"
-_MAX_PIXELS = 16_777_216  # that a model reads of an image; the known ones read about a million
+_MAX_PIXELS = 16_777_216  # per image as the model reads it; known models read about a million
 _MAX_PROMPT = 1000  # characters
 
 

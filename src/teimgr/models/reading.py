@@ -1,4 +1,4 @@
-"""Model directory → `Layout`: which reader for which kind; what is refused."""
+"""Reads a model directory into a `Layout`: chooses the reader by kind, and refuses what is not served."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _longest(metadata: ModelMetadata, texts: dict[str, Any]) -> int:
     if metadata.static:
         return _longest_of_table(metadata)
     if is_image_encoder(metadata):
-        return ENDLESS  # until the image processor is read
+        return ENDLESS  # replaced when the image processor is read
     return max_length(texts, metadata.settings, metadata.tokens.config)
 
 
@@ -143,7 +143,7 @@ def _longest_of_table(metadata: ModelMetadata) -> int:
 
 def _truncates_left(metadata: ModelMetadata) -> bool:
     """True if too long texts lose their beginning unless a request sets it."""
-    if metadata.static:  # which the library has tokenizer.json alone cut
+    if metadata.static:  # the library truncates by tokenizer.json alone
         return metadata.tokens.cuts_left and bool(metadata.chain.modules)
     kwargs = metadata.settings.get("processor_kwargs") or metadata.settings.get("tokenizer_args") or {}
     side = kwargs.get("truncation_side") or metadata.tokens.config.get("truncation_side")
@@ -154,9 +154,8 @@ def _truncates_left(metadata: ModelMetadata) -> bool:
 
 
 _FETCHED_IN_PART = (
-    "the hub's cache has no modules.json of this model, and no note that its repository has none: if it is "
-    "a model of sentence-transformers, its prompts and further modules are missing; then delete the copy and fetch it "
-    "again"
+    "the hub's cache has no modules.json of this model, and no note that its repository lacks one: if it is "
+    "a model of sentence-transformers, prompts and modules are missing; then delete the copy and fetch it again"
 )
 _DEFAULT_TASK = "feature-extraction"
 _TASKS = ("feature-extraction", "fill-mask", "sequence-classification", "text-generation")
@@ -185,8 +184,8 @@ def read_layout(
     try:
         layout = _read(root, pooling, kind, trust_remote_code, render)
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        # A number where an object should be, an infinite length, and so on.
-        raise ModelLoadFailed(f"the model's files hold something unexpected: {type(error).__name__} {error}") from error
+        # For instance a number in place of an object, or an infinite length.
+        raise ModelLoadFailed(f"the model's files are malformed: {type(error).__name__} {error}") from error
     if strict:
         refuse_warnings(layout.warnings)
     return layout
@@ -232,7 +231,7 @@ def _read(
             layout = _scored(metadata, layout, render)
     role = "query" if layout.has_queries_by_default else "document"
     if layout.has_routes and layout.default_prompt_name is None and not layout.prompts.get(role):
-        layout = replace(layout, default_prompt_name=role)  # with a prompt it has none: the library does not add it
+        layout = replace(layout, default_prompt_name=role)  # only if it has no prompt, which the library would not add
     _check_task(metadata, layout)
     _check_attention(metadata.config, layout.max_length)
     return replace(layout, warnings=_all_warnings(metadata, layout, pooling))
@@ -244,7 +243,7 @@ def _of_every_kind(metadata: ModelMetadata, kind: Kind, trust_remote_code: bool)
     reader = metadata.chain.reader
     if reader is not None:
         _check_reader(reader.name, metadata, kind)
-        texts = {**texts, "model_type": reader.name}  # its positions are not those of a model that is known
+        texts = {**texts, "model_type": reader.name}  # its positions differ from those of known models
     longest = _longest(metadata, texts)
     return Layout(
         root=metadata.root,
@@ -284,7 +283,7 @@ def _check_reader(name: str, metadata: ModelMetadata, kind: Kind) -> None:
     if kind is not Kind.EMBEDDING:
         raise ModelLoadFailed(
             f"{name}, the first module of modules.json, is code in the model's own repository, which is run "
-            f"for dense vectors alone: the model is of the kind {kind.value}"
+            f"only for dense vectors: the model is of the kind {kind.value}"
         )
     if metadata.static or metadata.config["model_type"] in SENSES:
         raise ModelLoadFailed(
@@ -333,7 +332,7 @@ def _scored(metadata: ModelMetadata, layout: Layout, render: bool) -> Layout:
             read_activation(metadata, 1),
             *read_causal_rerank(metadata, render=render, left=layout.truncate_left),
         )
-        # The prompts are part of the template, so nothing goes before the query.
+        # No prompt precedes the query: prompts are part of the template.
         backbone = Backbone.SEQ2SEQ_LM if metadata.has_head(SEQ2SEQ) else Backbone.CAUSAL_LM
         warnings = tuple(prompt_warnings(metadata))
         return replace(without_prompts, backbone=backbone, scoring=scoring, warnings=warnings)
@@ -356,7 +355,7 @@ def _all_warnings(metadata: ModelMetadata, layout: Layout, pooling: str | None) 
     if layout.kind is Kind.EMBEDDING and not metadata.static and may_lack_modules(metadata.root):
         found.append(_FETCHED_IN_PART)
     if pooling is not None and layout.pooling != pooling.replace("-", "_"):
-        found.append(f"pooling = {pooling!r} is not used: a model of the kind {layout.kind.value} has its own way")
+        found.append(f"pooling = {pooling!r} is ignored: models of the kind {layout.kind.value} have their own pooling")
     return tuple(dict.fromkeys(found))
 
 
@@ -373,7 +372,7 @@ def _with_route(layout: Layout, route: QueryRoute) -> Layout:
         )
     for key in ("truncate_left", "is_rounded"):
         if getattr(layout, key) != getattr(own, key):
-            raise ModelLoadFailed(f"the routes of modules.json differ in {key}, which is served for both alike alone")
+            raise ModelLoadFailed(f"the routes of modules.json differ in {key}, which is not served")
     for one in (layout, own):
         if one.tasks or one.m3 is not None or one.instruction_end is not None:
             raise ModelLoadFailed("a Router with a model that has tasks, instructions or further outputs is not served")
@@ -411,7 +410,7 @@ def _pooled(metadata: ModelMetadata, layout: Layout, pooling: str | None) -> Lay
             projections=read_projections(_without_final_normalize(metadata.chain.behind)),
             skips_unknown=metadata.config["model_type"] == MODEL2VEC,
         )
-    if metadata.chain.reader is not None and not metadata.chain.has("Pooling"):  # it gives one vector for each text
+    if metadata.chain.reader is not None and not metadata.chain.has("Pooling"):  # it returns one vector per text
         return replace(layout, projections=read_projections(_without_final_normalize(metadata.chain.behind)))
     before, module, behind = _around_pooling(metadata)
     if before:
@@ -458,10 +457,10 @@ def _scored_by_modules(metadata: ModelMetadata, layout: Layout, modules: tuple[M
 
 def _around_pooling(metadata: ModelMetadata) -> tuple[tuple[Module, ...], Module | None, tuple[Module, ...]]:
     """Return the modules before the Pooling (without the first), the Pooling, and the modules after it."""
-    # Of a sparse model or a cross-encoder only the encoder is used.
+    # Only the encoder of a sparse model or a cross-encoder is used.
     other = any(metadata.chain.has(name) for name in ("SpladePooling", "LogitScore"))
     other |= metadata.saved.get("model_type") == "CrossEncoder"
-    has_none = metadata.own.pooling is not None and not metadata.chain.behind  # it is within its own code
+    has_none = metadata.own.pooling is not None and not metadata.chain.behind  # its own code pools
     if not metadata.chain.modules or other or has_none:
         return (), None, ()
     before, module, behind = metadata.chain.split_at("Pooling")
@@ -486,7 +485,7 @@ def _check_task(metadata: ModelMetadata, layout: Layout) -> None:
     elif task == "fill-mask" and layout.kind in (Kind.EMBEDDING, Kind.MULTI_VECTOR):
         reads = _DEFAULT_TASK
     if reads not in (None, task):
-        raise ModelLoadFailed(f"the transformer's task is {task}, and the modules behind it are served for {reads}")
+        raise ModelLoadFailed(f"the transformer's task is {task}, and modules after it are served only for {reads}")
     in_template = layout.scoring is not None and layout.scoring.template is not None
     if not in_template and "message" in (metadata.settings.get("modality_config") or {}):
-        raise ModelLoadFailed("the model puts every text into a chat template, which is served for rerankers alone")
+        raise ModelLoadFailed("the model puts every text into a chat template, which is served only for rerankers")

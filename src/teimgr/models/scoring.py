@@ -23,7 +23,7 @@ _SHORT = {
 
 
 _MAX_LABELS = 1_000_000
-_DEFAULT_LABELS = 2  # of the library, where config.json names none
+_DEFAULT_LABELS = 2  # of the library, if config.json names none
 
 
 def read_scoring(metadata: ModelMetadata) -> ScoringConfig:
@@ -68,8 +68,8 @@ def score_modules(metadata: ModelMetadata) -> tuple[Module, ...] | None:
     last = behind[-1]
     if behind[0].name != "Pooling" or last.name != "Dense" or last.config().get("module_output_name") != SCORES:
         raise ModelLoadFailed(
-            f"a cross-encoder of several modules should be a transformer, its Pooling and, at the end, a Dense that "
-            f"gives scores, and is: {metadata.chain}"
+            "a cross-encoder of several modules should be a transformer, its Pooling and, at the end, a Dense for "
+            f"scores, and is: {metadata.chain}"
         )
     return behind
 
@@ -121,16 +121,14 @@ def _default_labels(config: dict[str, Any]) -> dict[str, str]:
     return {str(index): f"LABEL_{index}" for index in range(count)}
 
 
-# Language models whose authors published a prompt and no files that define a score.
-
-
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How the authors of `name` score a pair with a language model: the logit of the word `yes`, less that of `no`.
+    """How to score pairs with a language model whose authors published a prompt but no files that define a score: the
+    logit of the word `yes` minus that of `no`.
 
-    The text is `prefix` + `body` + `suffix`, or `pieces` that their code tokenizes one by one. `names` are how model
-    cards name it and its fine-tunes, and `others` those that score in another way though they name it. `framed`: the
-    special tokens of a text are around it.
+    The text is `prefix` + `body` + `suffix`, or `pieces` that are tokenized separately. `names` are the names of the
+    model and its fine-tunes in model cards; `others` are those of models that score differently although their card has
+    one of `names`. If `framed`, special tokens surround the text.
     """
 
     name: str
@@ -219,7 +217,7 @@ def writes_text(metadata: ModelMetadata) -> bool:
     return metadata.has_head("ForCausalLM")
 
 
-# Rerankers on the same architectures that score in other ways, by how their model cards name them.
+# Names, in model cards, of rerankers on the same architectures that score differently.
 _OTHER_RERANKERS = ("duot5", "ctxl-rerank", "zerank", "jina-reranker", "lightweight", "layerwise")
 
 
@@ -240,7 +238,7 @@ def prompt_warnings(metadata: ModelMetadata) -> list[str]:
     recipe = _RECIPES.get(metadata.config["model_type"])
     if recipe is None or metadata.chain.modules or _is_named(recipe, metadata):
         return []
-    return [f"the files do not say how pairs are scored: the prompt of {recipe.name} is used"]
+    return [f"the files do not define how pairs are scored: the prompt of {recipe.name} is used"]
 
 
 def _is_named(recipe: _Recipe, metadata: ModelMetadata) -> bool:
@@ -248,7 +246,7 @@ def _is_named(recipe: _Recipe, metadata: ModelMetadata) -> bool:
     return any(name in card for name in recipe.names) and not any(name in card for name in recipe.others)
 
 
-# Marks for query and document, of characters that no template contains.
+# Placeholders for query and document, of private-use characters.
 _QUERY, _DOCUMENT = "\ue000query\ue001", "\ue000document\ue001"
 _STRUCTURED = ("content[0]", ".type", "'type'", '"type"', "message.content[")
 
@@ -340,7 +338,7 @@ def _by_recipe(metadata: ModelMetadata) -> tuple[CausalRerank, PairTemplate]:
             f"of those without sentence-transformers' files {known} are served"
         )
     if not _is_named(recipe, metadata) and (other := next((o for o in _OTHER_RERANKERS if o in metadata.card), None)):
-        raise ModelLoadFailed(f"the model card names {other}, which scores pairs in its own way, which is not served")
+        raise ModelLoadFailed(f"the model card names {other}, which scores pairs differently and is not served")
     yes, no = metadata.tokens.id(recipe.yes), None if recipe.no is None else metadata.tokens.id(recipe.no)
     if yes is None or (no is None and recipe.no is not None):
         words = " and ".join(f'"{word}"' for word in (recipe.yes, recipe.no) if word is not None)
@@ -376,8 +374,8 @@ def _around(text: str) -> tuple[str, str, str]:
 ARCHITECTURE = "JinaForRanking"
 _RELU = "torch.nn.modules.activation.ReLU"
 TEMPLATE_TOKENS = 8192
-"""The most that the words around texts add to a prompt, beyond the capacity that its authors count texts by."""
-_WIDTH = 512  # of what is compared, whatever the width of the hidden states
+"""The most tokens that the words around texts add to a prompt; the authors' capacity counts only the texts."""
+_WIDTH = 512  # of the compared vectors
 _DOCUMENT_MARK, _QUERY_MARK = "<|embed_token|>", "<|rerank_token|>"
 
 
@@ -399,8 +397,8 @@ def read_listwise(metadata: ModelMetadata) -> tuple[Listwise, tuple[Dense, ...]]
         raise ModelLoadFailed(f"the model is a {ARCHITECTURE} with code that is not known ({names}): it is not served")
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         raise ModelLoadFailed(
-            f"the model is a {ARCHITECTURE} with a sliding window, as jina-reranker-v3.5, whose prompt is another one "
-            "and is not served; jina-reranker-v3 is"
+            f"the model is a {ARCHITECTURE} with a sliding window, like jina-reranker-v3.5, whose prompt differs and "
+            "is not served; jina-reranker-v3 is"
         )
     if metadata.tokens.config.get("clean_up_tokenization_spaces"):
         raise ModelLoadFailed(

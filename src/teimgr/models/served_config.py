@@ -1,4 +1,4 @@
-"""A config.json as the library is to read it, and checks of what is in one."""
+"""A config.json as the library must read it, and checks of its values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ServedConfig:
-    """A config.json as the library is to read it. `is_changed`: it is not that of the file. `notes` go to the log.
+    """A config.json as the library must read it. `is_changed` if it differs from the file. `notes` are for the log.
 
-    `weight_names`: whose names the weights have in the files, where these are not the library's (`engine/own_weights`).
-    `tasks`: the number of the LoRA weights, from 1, by the name of a prompt, and `prompts` these prompts; texts without
-    a name have those of `default_task`, none by 0. `adapters` are the folders with such weights, where they are PEFT's.
-    `pooling` is that of the model's own code. `instruction_end` ends an instruction before a text, of which no token is
-    pooled, whether a request sends it as a prompt or within the text. `chat_limits` of GME are the least and most
-    tokens of an image, and the most of an input.
+    `weight_names` is the naming scheme of the weights if it is not the library's (`engine/weights/own.py`). `tasks` has
+    the number of the LoRA weights, from 1, by the name of a prompt; `prompts` are these prompts. Texts without a name
+    use `default_task`, 0 for none. `adapters` are the folders of such weights if they are PEFT's. `pooling` is that of
+    the model's own code. `instruction_end` ends an instruction, a prompt or the beginning of a text, whose tokens are
+    not pooled. `chat_limits` of GME are the minimum and maximum tokens of an image, and the maximum of an input.
     """
 
     config: Config

@@ -1,7 +1,7 @@
-"""Where a model may come from: the one decision on model ids, revisions, directories, names of files and links.
+"""Decides where a model may come from: model ids, revisions, directories, names of files, links.
 
-REST, seeds, reload, trials, downloads, imports, other hosts and the workers ask `decide`. A worker asks it again when
-it loads the model, on its own host: what an id or a link leads to there is not known before.
+REST, seeds, reload, trials, downloads, imports, other hosts and workers call `decide`. A worker calls it again when it
+loads the model, because an id or a link may resolve differently on its host.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from teimgr.errors import InvalidConfig
 from teimgr.files import expanded
 
 MAX_PATH_CHARS = 255
-"""Of the name of a file in a repository."""
+"""Limit of a file name in a repository."""
 MAX_ID_CHARS = 4096
-"""Of a model id; no path of Linux is longer."""
+"""Limit of a model id, as of a path on Linux."""
 _SHOWN_CHARS = 256
 _MAX_REF_BYTES = 256
-# The hub's rule: NAME or OWNER/NAME, each of letters, digits and `_ . -` that begins and ends with none of `. -`.
+# The hub's rule: NAME or OWNER/NAME, each of letters, digits and `_ . -`, without `.` or `-` at its ends.
 _HUB_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _HUB_ID = re.compile(rf"(?:{_HUB_NAME}/)?{_HUB_NAME}")
 _KINDS = (
@@ -34,7 +34,7 @@ _KINDS = (
 
 
 class WrongSourceError(ValueError):
-    """No model can come from there. `key` is model_id or revision; `is_outside`: a directory that is not allowed."""
+    """The source is invalid. `key` is model_id or revision; `is_outside` if the directory is not allowed."""
 
     def __init__(self, key: str, problem: str, *, is_outside: bool = False) -> None:
         super().__init__(problem)
@@ -148,7 +148,7 @@ def is_inside(path: Path, *homes: Path) -> bool:
     """True if a path leads into one of `homes`, which are resolved, or is one of them."""
     try:
         place = path.resolve()
-    except (OSError, RuntimeError, ValueError):  # links in a circle, a null character
+    except (OSError, RuntimeError, ValueError):  # circular links, or a null character
         return False
     return any(place.is_relative_to(home) for home in homes)
 
@@ -204,12 +204,12 @@ def is_own_snapshot(snapshot: Path, folder: Path) -> bool:
 def _is_there(model_id: str) -> bool:
     try:
         return Path(model_id).is_dir()
-    except OSError:  # a name longer than a file name can be
+    except OSError:  # longer than a file name can be
         return False
 
 
 def _is_below(model_id: str, roots: Iterable[str]) -> bool:
     try:
         return is_inside(expanded(model_id), *resolved_roots(roots))
-    except InvalidConfig:  # an unknown user's home
+    except InvalidConfig:  # home of an unknown user
         return False

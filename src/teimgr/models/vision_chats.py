@@ -1,5 +1,5 @@
-"""Models that read texts and images in one input, in the words of a chat: Qwen3-VL-Embedding, Qwen3-VL-Reranker and
-GME; and EmbeddingGemma 2, which reads one of them.
+"""Reads models with texts and images in one chat: Qwen3-VL-Embedding, Qwen3-VL-Reranker and GME; and EmbeddingGemma 2,
+whose input is either a text or an image.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from teimgr.spec import Kind
 _EMBEDDING, _RERANKER = "qwen3-vl-embedding", "qwen3-vl-reranker"
 _IMAGE, _VIDEO = "<|image_pad|>", "<|video_pad|>"
 _BLOCK = ("<|vision_start|>", "<|vision_end|>")
-# https://github.com/QwenLM/Qwen3-VL-Embedding, src/models: the instructions where a request has none, the pixels of an
-# image, and the tokens of an input.
+# https://github.com/QwenLM/Qwen3-VL-Embedding, src/models: default instructions, pixels per image, tokens per input.
 _INSTRUCTION = "Represent the user's input."
 _RERANKS = "Given a search query, retrieve relevant candidates that answer the query."
 _JUDGE = (
@@ -32,14 +31,14 @@ _JUDGE = (
 )
 _LEAST, _MOST = 4 * 32 * 32, 1800 * 32 * 32
 _LONGEST = {Kind.EMBEDDING: 8192, Kind.RERANKER: 10_240}
-# https://huggingface.co/Alibaba-NLP/gme-Qwen2-VL-2B-Instruct, modeling_gme_qwen2vl.py: the chat, whose tokens have the
-# positions of a text, and the pixels of an image, which Qwen's tools resize before the image processor does.
+# https://huggingface.co/Alibaba-NLP/gme-Qwen2-VL-2B-Instruct, modeling_gme_qwen2vl.py: the chat, with positions of a
+# text, and the pixels of an image, which Qwen's tools resize before the image processor.
 _GME_END = "<|im_end|>\n<|im_start|>assistant\n<|endoftext|>"
 _GME = ("<|im_start|>system\n", "<|im_end|>\n<|im_start|>user\n", _GME_END)
 _GME_INSTRUCTION = "You are a helpful assistant."
-_SQUARE = 28 * 28  # pixels of a token
+_SQUARE = 28 * 28  # pixels per token
 _FIRST_PIXELS = 4 * _SQUARE, 16_384 * _SQUARE
-# Of any Qwen3-VL, which chats: its authors' code replaces these for vectors and scores.
+# Pixels of chatting Qwen3-VL models; the authors' code replaces them for vectors and scores.
 _OF_ANY = (65_536, 16_777_216)
 _SOFT_KEYS = KnownKeys(
     honoured=frozenset(("patch_size", "max_soft_tokens", "pooling_kernel_size", "resample", "rescale_factor")),
@@ -50,8 +49,8 @@ _SOFT_KEYS = KnownKeys(
         **dict.fromkeys(("do_rescale", "do_convert_rgb"), (True, None)),
     },
 )
-_SOFT_TOKENS = (70, 140, 280, 560, 1120)  # that the library's processor allows
-# Marks for what goes into a chat, of characters that no template contains.
+_SOFT_TOKENS = (70, 140, 280, 560, 1120)  # allowed by the library's processor
+# Placeholders for the parts of a chat, of private-use characters.
 _SYSTEM, _FIRST, _SECOND = "\ue000system\ue001", "\ue000first\ue001", "\ue000second\ue001"
 
 
@@ -217,7 +216,7 @@ def _rendered(metadata: ModelMetadata, is_reranker: bool) -> tuple[tuple[str, ..
 
     pieces = _split(shown(), marks)
     if chats.strips_texts(shown, pieces):
-        raise ModelLoadFailed("the chat template takes white space from the ends of texts, which is not served")
+        raise ModelLoadFailed("the chat template strips white space from texts, which is not served")
     with_image = _split(shown(image=True), marks)
     block = with_image[1].removeprefix(pieces[1])
     expected = (pieces[0], *(f"{piece}{block}" for piece in pieces[1:-1]), pieces[-1])

@@ -1,4 +1,4 @@
-"""Sizes of a model's weights from the heads of its files, without reading the weights."""
+"""Reads the sizes of a model's weights from the heads of its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from teimgr.spec import Kind
 
 _NARROW = ("F16", "BF16", "F8_E4M3", "F8_E5M2", "I8", "U8")
 _TABLES = ("embed", "wte", "wpe", "shared.weight", "lm_head")
-"""Parts of the names of tensors whose rows are looked up, and not multiplied."""
+"""Parts of the names of embedding tables."""
 _TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
 
@@ -25,9 +25,9 @@ _TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model", "sentencepiece.bpe
 class WeightSizes:
     """The sizes in the heads of a model's files.
 
-    `tables` of the `parameters` are in embedding tables. `is_wide`: none has 16 or 8 bits in the files, so that these
-    can be mapped as they are. `tokenizer_bytes` is the size of the tokenizer's largest file, `changed_ns` when the
-    newest file of weights was changed. `architecture` is the `model_type` of the configuration.
+    `tables` of the `parameters` are in embedding tables. `is_wide` if no weight has 16 or 8 bits, so that the files can
+    be mapped. `tokenizer_bytes` is the size of the tokenizer's largest file, `changed_ns` the time of the last change
+    of a file of weights. `architecture` is the `model_type` of the configuration.
     """
 
     parameters: int = 0
@@ -60,7 +60,7 @@ def weight_sizes(layout: Layout) -> WeightSizes:
         newest = max(newest, found.st_mtime_ns)
         head = _head(file, found.st_size)
         _check_count(count := count + len(head))
-        if head and file.suffix == ".gguf":  # whose tokenizer is before its tensors; it is never mapped
+        if head and file.suffix == ".gguf":  # the tokenizer precedes the tensors; such a file is never mapped
             words, is_wide = min(tensor.begin for tensor in head), False
         if not head:
             parameters += found.st_size // 4

@@ -20,10 +20,10 @@ from teimgr.wire.arrow_tables import Keys, images_of, is_images
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
 GoOn = Callable[[], None]
-"""Called between steps of milliseconds; raises where no one waits for the result any more."""
+"""Called between steps of a few milliseconds; raises if nobody waits for the result any more."""
 
 
-# What a reader reads again for every batch, dictionaries above all, as a multiple of what may be in memory: 2.5 GB.
+# A reader reads dictionaries again for every batch. Limit of all that is read, as a multiple of the decoded limit.
 _MAX_REREAD = 8
 _SHOWN_NAMES, _SHOWN_CHARS = 20, 64
 
@@ -161,7 +161,7 @@ class _Locator:
         dictionary = column.dictionary
         key = (len(dictionary), dictionary.offset, *(0 if one is None else one.address for one in dictionary.buffers()))
         if key not in self._dictionaries:
-            self._dictionaries[key] = dictionary, self.column(dictionary)  # kept, so that its addresses stay its own
+            self._dictionaries[key] = dictionary, self.column(dictionary)  # kept alive: the key has its addresses
         values = self._dictionaries[key][1]
         nulls = _is_null(column)
         if not len(dictionary):
@@ -183,7 +183,7 @@ def _of_strings(column: pa.Array) -> _Located:
     offsets = np.frombuffer(bounds, width)[column.offset : column.offset + len(column) + 1].astype(np.int64)
     block = np.frombuffer(data or b"", np.uint8)
     has_nulls = bool(column.null_count)
-    is_plain = not (has_nulls and np.diff(offsets)[nulls].any())  # else bytes that belong to no text
+    is_plain = not (has_nulls and np.diff(offsets)[nulls].any())  # no null row has bytes
     plain = TextColumn(block, offsets, nulls if has_nulls else None) if is_plain else None
     return _Located([block], offsets[:-1], offsets[1:], nulls, plain)
 
@@ -207,7 +207,7 @@ def _of_views(column: pa.Array) -> _Located:
 
 
 def _shared(parts: Sequence[_Located]) -> SharedTexts:
-    starts: dict[int, int] = {}  # of the blocks of a part, by their identity: those of a dictionary are shared
+    starts: dict[int, int] = {}  # position of each list of blocks, by identity: batches share those of a dictionary
     blocks: list[NDArray[np.uint8]] = []
     size = 0
     for part in parts:
@@ -225,7 +225,7 @@ _INLINE_BYTES = 12
 _ID_TYPES = (pa.uint32(), pa.int32(), pa.int64())
 _MAX_ID = np.iinfo(np.int32).max
 
-# A text, two texts, int32 [tokens], a file, with a text beside it, or a row that is null.
+# A text, a pair of texts, token ids (int32), a file, a file with a text, or a null row.
 RowInput = str | tuple[str, str] | NDArray[np.int32] | bytes | tuple[bytes, str] | None
 
 
@@ -254,7 +254,7 @@ class InputBatches:
 
 
 FILES = (InputKind.IMAGE, InputKind.AUDIO)
-"""Kinds that a column is named after, with `text` in rows without a file."""
+"""Kinds whose column has the name of the kind. Rows without a file may have a text in `text`."""
 
 
 def read_inputs(
@@ -352,7 +352,7 @@ def _source(schema: pa.Schema, names: list[str], name: str) -> int:
 
 
 def _is_ids(kind: pa.DataType) -> bool:
-    # Not views of lists: their rows may share items, and a few bytes would become gigabytes.
+    # List views are refused: their rows may share items, so a few bytes could decode to gigabytes.
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     return bool(is_list and kind.value_type in _ID_TYPES)
 
@@ -449,7 +449,7 @@ def _text_column(schema: pa.Schema) -> int:
     names = schema.names
     candidates = [position for position, field in enumerate(schema) if is_string(field.type)]
     if "text" in names and all(names[position] != "text" for position in candidates):
-        return _source(schema, names, "text")  # which refuses it: the vectors would be another column's
+        return _source(schema, names, "text")  # raises: embedding another column instead would be silently wrong
     if not candidates:
         if any(is_images(field.type) for field in schema):
             raise InvalidInput(

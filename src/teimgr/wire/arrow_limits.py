@@ -1,8 +1,8 @@
 """The size of an Arrow IPC stream once it is decoded, and its counts, from its headers, before anything is allocated.
 
 A body of a few bytes may declare that it decompresses to terabytes, or have thousands of columns, or batches that share
-a large dictionary, and Arrow's reader takes time and memory for each. So the headers are read here, within bounds of
-their own: every compressed buffer starts with its decoded length as an int64.
+a large dictionary, and Arrow's reader takes time and memory for each. This module reads only the headers, within its
+own limits: every compressed buffer starts with its decoded length as an int64.
 Formats: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc and
 Message.fbs; flatbuffers are read by their vtables (https://flatbuffers.dev/internals).
 """
@@ -16,15 +16,14 @@ from typing import NamedTuple
 
 from teimgr.errors import TooLarge
 
-# Columns with their children, batches with those of dictionaries, and buffers of a whole stream. Each costs the
-# reader some microseconds whatever is in it, batches up to a hundred.
+# Limits of one stream. Child columns and dictionary batches count too. An empty column or buffer costs Arrow's reader
+# some microseconds, an empty batch up to a hundred.
 MAX_COLUMNS = 1024
 MAX_BATCHES = 10_000
 MAX_BUFFERS = 100_000
-# Names of columns, metadata and time zones are decoded and copied again and again, each in one call.
+# Arrow decodes and copies column names, metadata and time zones repeatedly, each in one call.
 MAX_SCHEMA_BYTES = 2**20
 
-# Compiled once: some fifty numbers of each table are read.
 _u16, _u32, _i32, _i64 = (struct.Struct(each).unpack_from for each in ("<H", "<I", "<i", "<q"))
 _marker_and_size, _two_longs = struct.Struct("<Ii").unpack_from, struct.Struct("<qq").unpack_from
 
@@ -43,7 +42,7 @@ _DICTIONARY_ID, _DICTIONARY_DATA, _DICTIONARY_IS_DELTA = 0, 1, 2
 _SCHEMA_FIELDS, _FIELD_TYPE, _FIELD_CHILDREN = 1, 2, 5
 _STRINGS = (5, 20, 24)
 
-# Messages, and columns of the schema, that an outline inspects at most.
+# The most messages, and the most columns, that `read_outline` inspects.
 _OUTLINE = 100
 
 
@@ -226,8 +225,8 @@ def _buffers(view: memoryview, batch: int) -> tuple[int, int]:
     return vector, int(count)
 
 
-# Flatbuffers: a table starts with the signed distance back to its vtable; the vtable holds, after its own two
-# sizes, the 16-bit offset of each field in the table, 0 when absent.
+# Flatbuffers: a table starts with the signed distance back to its vtable. The vtable has two sizes, then the 16-bit
+# offset of each field in the table, 0 if the field is absent.
 
 
 def _follow(view: memoryview, at: int) -> int:

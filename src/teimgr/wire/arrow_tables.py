@@ -18,7 +18,7 @@ ENTRY_BYTES = 8
 
 Failed = NDArray[np.bool_] | None
 Head = Callable[[int], bytes]
-"""What is written before a stream, by the stream's size in bytes: the tag of a message's field, for one."""
+"""Returns the bytes to write before a stream of the given size, such as the tag of a protobuf field."""
 
 
 class Column(NamedTuple):
@@ -103,7 +103,7 @@ def _no_head(size: int) -> bytes:
     return b""
 
 
-# From this size on a stream is measured before it is written: its buffer need not grow, nor be copied behind a head.
+# Streams of at least this size are measured first, so that their buffer does not grow and is not copied behind a head.
 _MEASURED_BYTES = 256 * 1024
 
 
@@ -134,7 +134,7 @@ def write_table(
     measured = pa.MockOutputStream()
     _write_stream(measured, schema, batches, lz4)
     begin = head(measured.size())
-    # From 4 MiB on numpy asks for huge pages, which the kernel clears in a quarter of the time of small ones.
+    # numpy requests huge pages from 4 MiB on; the kernel clears them four times as fast as small ones.
     buffer = np.empty(len(begin) + measured.size(), np.uint8)
     with pa.FixedSizeBufferWriter(pa.py_buffer(buffer)) as whole:
         whole.write(begin)

@@ -21,7 +21,7 @@ VLLM, INFINITY, SIE, VOYAGE, WEAVIATE, OLLAMA = "vllm", "infinity", "sie", "voya
 
 JSON_TYPE = {"content-type": "application/json"}
 _SIE_LOADING_S = 5
-_SIE_LOAD_FAILED = 502  # its client does not try again
+_SIE_LOAD_FAILED = 502  # SIE's client does not retry it
 _SIE_REFUSED = {401: "UNAUTHENTICATED", 403: "FORBIDDEN"}
 
 _OTHER_STATUS = {
@@ -147,7 +147,7 @@ def _sie_code(details: ErrorDetails) -> str:
 
 
 _OPENAI_DEFAULT: tuple[str, str | None] = ("invalid_request_error", None)
-# Of files, batches and spaces, whose statuses have another meaning than those of inference, and of quotas.
+# Error types of files, batches, spaces and quotas, whose statuses mean something else than those of inference.
 _OPENAI_TYPES_OF_CODES: Mapping[Code, tuple[str, str | None]] = {
     Code.OBJECT_NOT_FOUND: ("invalid_request_error", None),
     Code.OBJECT_IN_USE: ("invalid_request_error", "conflict"),
@@ -188,5 +188,5 @@ _BODIES: Mapping[str, Callable[[ErrorDetails], object]] = {
     WEAVIATE: lambda one: {"error": one.message},
     OLLAMA: lambda one: {"error": one.message},
 }
-# Codes of refusals without a code of theirs; 400 and 422 are inputs that break a rule.
+# Codes of refusals that have only a status. 400 and 422 mean an invalid input.
 _CODE_OF_STATUS = {413: Code.MESSAGE_TOO_LARGE, 429: Code.OVERLOADED, 408: Code.TIMEOUT}

@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 IDENTITY_FILE = "identity.pem"
 """Private key and certificate of a node in one file, so that a renewal replaces both at once."""
 AUTHORITIES_FILE = "ca.pem"
-"""The certificates of the fleet CAs that are trusted: two while one takes the place of the other."""
+"""The certificates of the trusted fleet CAs: two while one replaces the other."""
 REMOVED_FILE = "removed.json"
-"""Nodes with revoked certificates: by name the time, in seconds since the epoch, before which they were issued."""
+"""Nodes with revoked certificates: by name, revokes those issued before a time in seconds since the epoch."""
 CLOCKS_APART_S = 3600.0
 """Backdate `not_before` by this much to tolerate clock skew."""
 HANDSHAKE_LIMIT_S = 5.0
@@ -122,9 +122,9 @@ def peer_of(ssl_object: Any) -> Peer:
 class FleetIdentity:
     """The certificate of a node (or of the daemon) in `folder`, and contexts made of it.
 
-    The files are read again when they have changed, so connections made after a renewal use the new ones. A context is
-    never changed: a live one cannot drop an authority. If files cannot be used, that is logged, and the former contexts
-    stay in use.
+    The files are read again when they change, so connections made after a renewal use the new ones. A changed file gets
+    a new context, because a live one cannot drop an authority. If the files cannot be used, the error is logged and the
+    former contexts stay in use.
     """
 
     def __init__(self, folder: Path, node: str = "") -> None:
@@ -169,7 +169,7 @@ class FleetIdentity:
         if self._contexts is None or stamp != self._stamp:
             try:
                 self._contexts = self.context(ssl.PROTOCOL_TLS_CLIENT), self.context(ssl.PROTOCOL_TLS_SERVER)
-            except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
+            except (OSError, ValueError) as error:
                 if self._contexts is None:
                     raise InvalidConfig(f"the node's identity in {self.folder} cannot be used: {error}") from error
                 if stamp != self._stamp:
@@ -234,7 +234,7 @@ def write_removed(folder: Path, removed: Mapping[str, float]) -> None:
         write_atomically(path, content, mode=0o600, durable=True)
 
 
-# Refusals that are logged at once, and the time after which one more is: anybody can cause them.
+# A burst of refusals that is logged, then one per pause: anybody who reaches the port can cause refusals.
 _LOGGED = 10
 _LOG_PAUSE_S = 1.0
 

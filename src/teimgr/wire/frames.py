@@ -51,18 +51,18 @@ _NS_PER_MS = 1_000_000
 
 Buffer = bytes | bytearray | memoryview
 Payload = Buffer
-# A received payload. Large ones are not `bytes`: making them takes a copy, a millisecond per MB.
+# A received payload. Large ones are buffers, because `bytes` would take a copy, a millisecond per MB.
 Received = Buffer
 
 
 class FrameType(IntEnum):
-    """REQUEST and CANCEL go to the worker, REPLY and ERROR come back, TENANT goes both ways between hosts."""
+    """Requesters send REQUEST and CANCEL, workers REPLY and ERROR; both send TENANT, between hosts only."""
 
     REQUEST = 1
     REPLY = 2
     ERROR = 3
     CANCEL = 4
-    TENANT = 5  # of quotas and use of keys: `wire/tenants/remote.py`
+    TENANT = 5  # quotas and use of keys: `wire/tenants/remote.py`
 
 
 class Method(IntEnum):
@@ -81,18 +81,18 @@ class Method(IntEnum):
     EMBED_SPARSE_ARROW = 11  # tei_multiplexer.v1.EmbedSparseArrowRequest → EmbedSparseArrowResponse
     RERANK_STREAM = 12  # teimgr.v1.RerankPairs → tei.v1.RerankResponse
     INFER_ARROW = 13  # teimgr.v1.ArrowRequest → teimgr.v1.ArrowResponse
-    HTTP = 14  # a request of an HTTP dialect → its response, as `HttpRequest` and `HttpReply` below
+    HTTP = 14  # `HttpRequest` → `HttpReply`
     WATCH = 64  # empty → one JSON object per event, its "state": loading, downloading, ready, draining or failed
     # empty → empty, after a self-test with a known text on the device
-    # JSON {"batches": n or null} → {"batches": m}, without a self-test where more than n batches were run
+    # JSON {"batches": n or null} → {"batches": m}, without a self-test if more than n batches were run
     PROBE = 65
-    STATS = 66  # empty → JSON object of counters; `CALLS_AND_MEMORY` → some of them, which costs little
-    THREADS = 67  # JSON {"threads": n, "most": m} → empty; m while other workers are idle
+    STATS = 66  # empty → JSON object of counters; `CALLS_AND_MEMORY` → the cheap ones
+    THREADS = 67  # JSON {"threads": n, "most": m} → empty; m applies while other workers are idle
     DRAIN = 68  # JSON {"grace_s": x, "handover": bool} → empty; the worker finishes its calls and exits 0
     # empty → JSON [port, …], with a copy of each socket as ancillary data; -1, -2: the ends of the connection queue
     SHARE_PORTS = 69
     HELLO = 71  # proof of incarnation, on links between hosts: `wire/remote_frames.py`
-    # JSON {"room_bytes": n or null} → JSON of `engine/library_comparison.LibraryComparison`; of a trial's worker alone
+    # JSON {"room_bytes": n or null} → JSON of `engine/library_comparison.LibraryComparison`; only a trial's worker
     COMPARE = 72
     METRICS = 70  # empty → JSON {family: [[suffix, labels, value], …]} as packed by `observability/exposition.py`
 
@@ -105,9 +105,9 @@ class Flag(IntEnum):
 
     NONE = 0
     BULK = 1  # request: the bulk lane, else the interactive one
-    WAIT = 2  # request: wait for room in the worker instead of OVERLOADED: messages of streams, Arrow, rerank
+    WAIT = 2  # request: wait for room in the worker instead of failing with OVERLOADED
     TIMINGS = 4  # reply: the payload starts with a `Timings` block
-    # Request: the interactive lane, whatever its size. With it BULK chooses the link alone.
+    # Request: the interactive lane, whatever its size; BULK then only selects the link.
     INTERACTIVE = 8
 
 
@@ -490,32 +490,32 @@ def read_reply(payload: Buffer) -> HttpReply:
 def _http_head(values: Mapping[str, object]) -> bytes:
     text = orjson.dumps(values)
     if len(text) > MAX_HEAD_BYTES:
-        raise HeadTooLong(f"a head of {len(text)} bytes is over the limit of {MAX_HEAD_BYTES}")
+        raise HeadTooLong(f"the HTTP head has {len(text)} bytes, the limit is {MAX_HEAD_BYTES} bytes")
     return _HTTP_HEAD.pack(len(text)) + text
 
 
 def _split_http(payload: Buffer) -> tuple[dict[str, object], memoryview]:
     view = memoryview(payload)
     if len(view) < _HTTP_HEAD.size:
-        raise ValueError("no room for the length of a head")
+        raise ValueError("the HTTP payload is too short for the length of its head")
     (length,) = _HTTP_HEAD.unpack_from(view)
     end = _HTTP_HEAD.size + length
     if length > MAX_HEAD_BYTES or end > len(view):
         raise ValueError(f"a head of {length} bytes in a payload of {len(view)}")
     head = orjson.loads(view[_HTTP_HEAD.size : end])
     if not isinstance(head, dict):
-        raise ValueError("the head is no JSON object")  # noqa: TRY004
+        raise ValueError("the HTTP head is not a JSON object")  # noqa: TRY004
     return head, view[end:]
 
 
 def _text_in(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"text expected in a head, not {value!r}")  # noqa: TRY004  a payload is wrong, not a call
+        raise ValueError(f"the HTTP head has {value!r} in place of a string")  # noqa: TRY004
     return value
 
 
 def _headers_in(head: Mapping[str, object]) -> dict[str, str]:
     found = head.get("headers")
     if not isinstance(found, dict):
-        raise ValueError("headers expected in a head")  # noqa: TRY004
+        raise ValueError("`headers` of the HTTP head is not a JSON object")  # noqa: TRY004
     return {_text_in(name): _text_in(value) for name, value in found.items()}

@@ -1,11 +1,11 @@
-"""Long work of threads leaves the GIL to the event loop: a short switch interval, rests, steps, freeing in parts.
+"""Lets the event loop have the GIL during long work of threads: short switch interval, rests, steps, partial frees.
 
-The default interval is 5 ms, and each callback of an event loop may have to wait that long for a thread that computes.
-Half a millisecond costs a worker 5 % of its processor time under 64 callers, whose engine threads and loop then
-interrupt each other far more often than they need to. So the interval is short while long work of a caller runs.
+The default switch interval is 5 ms, and each callback of an event loop may wait that long for a computing thread. An
+interval of 0.5 ms costs a worker 5 % of its processor time under 64 callers, because engine threads and loop interrupt
+each other too often. So the interval is short only while long work of a caller runs.
 
-A short interval does not help a loop much: libuv takes the GIL for each callback again, and each time waits for the
-interval and for the call that holds it then. A thread that computes for seconds therefore sleeps briefly at times.
+A short interval alone is not enough: libuv takes the GIL again for each callback and waits for the interval each time.
+So a thread that computes for seconds also sleeps briefly now and then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from teimgr.http.turns import TURNS_OF, Rotation
 
 _SHORT_S = 0.0005
-# A loop has this of each part of the other thread's time, which is a tenth longer for it.
+# A thread rests this long after each period of work, which makes the work a tenth slower.
 _WORK_S, _REST_S = 0.001, 0.0001
 _lock = Lock()
 _users = 0
@@ -54,7 +54,7 @@ def short_turns() -> Iterator[None]:
 
 
 class Rests:
-    """Short sleeps of a thread without an event loop, during which event loops run: call it between two short steps."""
+    """Sleeps briefly, at intervals, so that event loops run. A working thread calls it between short steps."""
 
     __slots__ = ("_since",)
 
@@ -74,9 +74,9 @@ ResultT = TypeVar("ResultT")
 
 
 class StepThread:
-    """Runs generators on one thread until they return, a step of each in turn, by `TURNS_OF` in rotation.
+    """Runs generators on one thread until they return, one step of each in turn, in the rotation of `TURNS_OF`.
 
-    Each step holds the GIL: with two such threads an event loop would get every third step at best.
+    Each step holds the GIL: with two such threads, an event loop would get every third turn at best.
     """
 
     def __init__(self, name: str) -> None:
@@ -125,17 +125,17 @@ class StepThread:
                     next(steps)
                 except StopIteration as end:
                     result.set_result(end.value)
-                except BaseException as error:  # of the tokenizers library too, whose panics are no `Exception`
+                except BaseException as error:  # panics of the tokenizers library are not an `Exception`
                     result.set_exception(error)
                 else:
                     with self._lock:
                         self._turns.put(caller, turn)
 
 
-# Values that one call frees: a millisecond or two.
+# Values freed in one call: a millisecond or two.
 _AT_ONCE = 2**15
 _LEAVES = frozenset((str, int, float, bool, bytes, type(None)))
-# References to a value that only its list has, as `_alone` counts them: the list's, its own and that of the count.
+# `getrefcount` in `_alone` of a value that only its list refers to: the list, the variable and the argument.
 _ONE_OWNER = 3
 
 
@@ -180,6 +180,6 @@ def _members(value: Any) -> list[Any]:
     if type(holder) is not dict:
         return []
     taken = list(holder.values())
-    with suppress(RuntimeError):  # another thread has put something into it
+    with suppress(RuntimeError):  # another thread added a member
         holder.clear()
     return taken

@@ -1,7 +1,7 @@
 """Messages between processes: one JSON object each, as a line or after its length.
 
-Lines are used between daemon and mux, agent and actor, and by bridge, fetcher and the enrolment port, over a stream.
-Between the services of hosts an object follows its length, four bytes, and is followed by the bytes that it announces.
+Lines are used between daemon and mux and between agent and actor, and by bridge, fetcher and the enrolment port.
+Between the services of hosts, four bytes with its length precede an object, and the bytes that it announces follow it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from teimgr.errors import TeimgrError, error_from_code
 
 MAX_MUX_LINE_BYTES = 64 << 20
-"""Far above what counters of ten thousand instances take."""
+"""The counters of ten thousand instances take far less."""
 MAX_MESSAGE_BYTES = 4 << 20
-"""Of one behind its length."""
+"""Limit of a message with a length before it."""
 _LENGTH = struct.Struct("!I")
 LENGTH_BYTES = _LENGTH.size
 
@@ -58,7 +58,7 @@ def unpack_length(data: bytes) -> int:
     """Return the length of a message. Raises ValueError if it is over the limit."""
     (size,) = _LENGTH.unpack(data)
     if size > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {size} bytes")
+        raise ValueError(f"a message of {size} bytes, the limit is {MAX_MESSAGE_BYTES} bytes")
     return int(size)
 
 
@@ -69,7 +69,7 @@ def unpack(text: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("its lists and objects are nested too deeply") from error
     if not isinstance(message, dict):
-        raise ValueError("not a JSON object")  # noqa: TRY004  the bytes are wrong, not the caller
+        raise ValueError("not a JSON object")  # noqa: TRY004
     return message
 
 

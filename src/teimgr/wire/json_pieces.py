@@ -1,4 +1,4 @@
-"""JSON of large replies in pieces: `orjson.dumps` holds the GIL until it is done, 0.1 s for a million numbers."""
+"""Encodes JSON of large replies in pieces: one `orjson.dumps` of a million numbers holds the GIL for 0.1 s."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import orjson
 
 from teimgr.wire.gil import Rests
 
-# Numbers, or eighths of characters, that one call encodes: a few milliseconds.
+# The weight encoded in one call, in a few milliseconds: a number weighs 1, a character an eighth.
 _AT_ONCE = 2**15
 # Lists of up to this many rows are small if their first row is.
 _FEW_ROWS = 16
@@ -36,7 +36,7 @@ def dumps(value: Any, weight: int | None = None) -> bytes:
 
 def joined(pieces: Iterable[bytes | bytearray | memoryview]) -> bytes:
     """Join pieces: `b"".join` would hold the GIL while it copies all of them."""
-    whole = BytesIO()  # grows by parts, and gives its own buffer away
+    whole = BytesIO()  # grows without copying all at once, and `getvalue` returns its buffer without a copy
     rest = Rests()
     for piece in pieces:
         whole.write(piece)
@@ -45,7 +45,7 @@ def joined(pieces: Iterable[bytes | bytearray | memoryview]) -> bytes:
 
 
 class Base64:
-    """Bytes whose base64 `dumps` writes as a text, in pieces: a whole text would be copied, 1 ms per MB."""
+    """Bytes that `dumps` writes as base64 in pieces: encoding them whole would take another copy, 1 ms per MB."""
 
     __slots__ = ("data",)
 

@@ -1,8 +1,8 @@
-"""Reading large JSON texts, or a member of one, in steps: each takes a millisecond or two.
+"""Reads large JSON texts, or one member of them, in steps of a millisecond or two.
 
-A call of a regular expression, like one of a parser, holds the GIL until it returns. So each is given a window of the
-text, every function here is a generator that yields between two of them, and the time is linear in any text: malformed
-texts are scanned too, and their meaning is left to a parser.
+A call of a regular expression or a parser holds the GIL until it returns. So each call gets one window of the text, and
+the functions here are generators that yield between windows. The time is linear for any text. Malformed texts are
+scanned too; a parser rejects them later.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 Steps = Generator[None, None, ResultT]
 
-# A regular expression takes 150 ns for each escape on a slow processor: 1.2 ms for a window of nothing else.
+# A regular expression takes 150 ns per escape on a slow processor, so 1.2 ms for a window of escapes.
 WINDOW_BYTES = 16 * 1024
-# Of the patterns with alternatives, which take as long for a byte: half a millisecond for strings of one letter.
+# Window of patterns with alternatives, which take that long for any byte: half a millisecond for one-letter strings.
 _MATCHED_BYTES = 4 * 1024
 _TOKENS_A_STEP = 512
-_SEARCHED_BYTES = 256 * 1024  # or counted, or copied, in one call: a tenth of a millisecond
-# Lists, objects and long texts that one scan passes over one by one: about a second. No client sends this many.
+_SEARCHED_BYTES = 256 * 1024  # searched, counted or copied in one call: a tenth of a millisecond
+# Limit on the lists, objects and long texts that a scan skips singly: about a second. No client sends this many.
 MAX_TOKENS = 1_000_000
 
 _CHARACTERS = rb'(?:[^"\\]++|\\.)*+'
 _IN_STRING = re.compile(_CHARACTERS, re.DOTALL)
 _SPACE = re.compile(rb"[ \t\r\n]*+")
-# What leaves the depth as it is, lists and objects of scalars included: most of a text is passed over by these.
+# Text that leaves the depth unchanged, including lists and objects of scalars. It skips most of a body.
 _FLAT = rb'[^"\[\]{}]++|\[[^"\[\]{}]*+\]|\{[^"\[\]{}]*+\}|"' + _CHARACTERS + rb'"'
 _LEVEL = re.compile(rb"(?:" + _FLAT + rb")*+", re.DOTALL)
 _OPENED = re.compile(rb"[\[{]++")
 _CLOSED = re.compile(rb"[\]}]++")
 _QUOTE, _COLON, _BRACE = b'":{'
 _OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
-# A text of a member is read up to here: longer ones are not names, and only their beginning is shown.
+# The text of a member is read up to this size. Longer texts are not names, and errors show only their beginning.
 _MAX_VALUE_BYTES = 16 * 1024
-# Of a string, what a regular expression looks at: most strings end within it.
+# The bytes of a string that the regular expression tries first: most strings end within them.
 _SHORT_BYTES = 256
-_LONGEST_CUT = 12  # bytes of a character that the limit cuts: two escapes
+_LONGEST_CUT = 12  # bytes of the longest character, two escapes, that a window may cut
 
 
 @cache
@@ -117,7 +117,7 @@ def copied(text: AnyText) -> bytes:
     """Copy the bytes of a text: copying tens of megabytes in one call holds the GIL for as many milliseconds."""
     if len(text) <= _SEARCHED_BYTES:
         return bytes(text)
-    whole = BytesIO()  # which gives its own buffer away
+    whole = BytesIO()  # `getvalue` returns its buffer without a copy
     for at in _windows(len(text)):
         whole.write(text[at : at + _SEARCHED_BYTES])
     return whole.getvalue()
@@ -165,7 +165,7 @@ def _may_come(text: Text, at: int, name: str) -> Steps[bool]:
     key = name.encode()
     sought = {b'"%b"' % key, *(b"\\u00%x" % (letter >> 4) for letter in key)}
     while at < len(text):
-        end = at + _SEARCHED_BYTES // 4  # for the first steps, which an event loop takes without a pause
+        end = at + _SEARCHED_BYTES // 4  # short: an event loop runs the first steps without a pause
         if any(text.find(one, at, end + len(key) + 1) >= 0 for one in sought):
             return True
         at = end
@@ -193,7 +193,7 @@ def end_of_string(text: AnyText, at: int) -> Steps[int]:
     if at < len(text) and text[at] == _QUOTE:
         return at + 1
     while at < len(text):
-        # Long texts without the regular expression: these calls pass over an escape 20 times as fast.
+        # `replace` and `find` skip an escape 20 times as fast as the regular expression.
         window = bytes(text[at : at + WINDOW_BYTES])
         quote = window.find(b'"')
         if b"\\" in (window if quote < 0 else window[:quote]):
@@ -203,7 +203,7 @@ def end_of_string(text: AnyText, at: int) -> Steps[int]:
             return at + quote + 1
         at += len(window)
         if window.endswith(b"\\") and at < len(text):
-            at -= 1  # what it escapes is in the next window
+            at -= 1  # the escaped character is in the next window
         yield
     return len(text) + 1
 
@@ -260,23 +260,23 @@ def _string(text: Text, at: int) -> Steps[str | None]:
     return next((value for value in whole if value is not None), None)
 
 
-# Decoding a whole text.
+# Limits of decoded texts.
 
-# Five for each input of the largest batch. A collection of garbage visits all of them with the GIL, and what pydantic
-# makes of them: 20 ms for these.
+# Five per input of the largest batch. Garbage collection visits all of them, and the objects that pydantic makes of
+# them, with the GIL held: 20 ms for this many.
 MAX_CONTAINERS = 50_000
-# Elements and members of all lists and objects together: one call frees them, in 10 to 20 ms. OpenAI's service takes
+# Elements and members of all lists and objects in total: one call frees them, in 10 to 20 ms. OpenAI's service accepts
 # 300,000 token ids in a request.
 MAX_VALUES = 1_000_000
 _SHOWN_KEY = 64
 LONG_TEXT = f"a text of more than {MAX_TEXT_BYTES} bytes"
-_MAX_DEPTH = 1024  # of lists and objects, as orjson's
-# A piece with more brackets than this is counted without those in its strings.
+_MAX_DEPTH = 1024  # of nested lists and objects, as in orjson
+# In pieces with more brackets than this, brackets within strings are not counted.
 _FEW_BRACKETS = 64
 _SCALARS = rb'[^"\[\]{}]++|"' + _CHARACTERS + rb'"'
 _SMALL = rb"(?:" + _SCALARS + rb"|\[(?:" + _SCALARS + rb")*+\]|\{(?:" + _SCALARS + rb")*+\})"
 _NESTED = rb'[^"\[\]{},]++|"' + _CHARACTERS + rb'"|\[' + _SMALL + rb"*+\]|\{" + _SMALL + rb"*+\}"
-# One element of a list or member of an object without its comma, and any number of them with theirs.
+# One element of a list or member of an object without its comma, and any number of them with commas.
 _ELEMENT = re.compile(rb"(?:" + _NESTED + rb")*+", re.DOTALL)
 _ELEMENTS = re.compile(rb"(?:(?:" + _NESTED + rb")*+,)*+", re.DOTALL)
 _LITERAL = re.compile(rb'[^ \t\r\n",:\[\]{}]*+')
@@ -295,11 +295,11 @@ class DepthExceededError(ValueError):
 
 
 class Reading(NamedTuple):
-    """How a text is decoded: its limits, and the functions that decode a piece of it and put a member into an object.
+    """How to decode a text: its limits, and the functions that decode a piece of it and put a member into an object.
 
-    Without `max_values` the caller has counted values and containers. `decode` gets a whole JSON text, and raises
-    `json.JSONDecodeError` if it is invalid. `put` decides about a key that is in the object already; a new list or
-    object is put there before its elements are read.
+    If `max_values` is None, the caller has counted values and containers. `decode` gets a whole JSON text, and raises
+    `json.JSONDecodeError` if it is invalid. `put` handles duplicate keys; it gets a new list or object before its
+    elements are read.
     """
 
     max_values: int | None = MAX_VALUES
@@ -352,14 +352,14 @@ def _shown_step(step: object) -> str:
 
 
 class _Decoder:
-    """Decodes many small lists and objects at a time; the lists and objects around them are kept on a stack."""
+    """Decodes many small lists and objects in one call; a stack holds the enclosing lists and objects."""
 
     def __init__(self, text: AnyText, reading: Reading) -> None:
         self._text = text
         self._reading = reading
         self._max_values = reading.max_values
         self._containers = self._values = 0
-        self._open: list[tuple[list[Any] | dict[str, Any], str]] = []  # each with the key of the member being read
+        self._open: list[tuple[list[Any] | dict[str, Any], str]] = []  # with the key being read
 
     def value(self) -> Steps[Any]:
         """Return the value of the whole text. If it is refused, the values read before are freed in parts."""
@@ -374,7 +374,7 @@ class _Decoder:
         text = self._text
         at, result = yield from self._opened_or_scalar((yield from _run(_SPACE, text, 0)))
         stack = self._open
-        has_comma = False  # the element that comes follows a comma
+        has_comma = False  # whether the next element follows a comma
         while stack:
             yield
             container, _ = stack[-1]
@@ -511,7 +511,7 @@ class _Decoder:
         if end > len(text):
             raise _malformed("unexpected end of data", len(text))
         if end - at > self._reading.max_text_bytes:
-            last = len(self._open) - 1  # a list has its element only once that is read or opened
+            last = len(self._open) - 1  # the innermost list lacks its element: it is not read yet
             raise long_value(
                 key if isinstance(one, dict) else len(one) - (depth < last)
                 for depth, (one, key) in enumerate(self._open)
@@ -553,7 +553,7 @@ def _whole_characters(text: AnyText, at: int, end: int) -> int:
         if text[cut] & 0xC0 == 0x80:
             cut -= 1
     if _BACKSLASH in text[cut - _LONGEST_CUT : cut]:
-        window = bytes(text[at:cut]).replace(b"\\\\", b"  ").replace(b'\\"', b"  ")  # a backslash left begins an escape
+        window = bytes(text[at:cut]).replace(b"\\\\", b"  ").replace(b'\\"', b"  ")  # backslashes left begin escapes
         tail = window[-_LONGEST_CUT:]
         cut -= len(tail) - matched(_WHOLE, tail, 0, len(tail))
         if cut == at:
@@ -565,9 +565,9 @@ def _malformed(message: str, at: int) -> ValueError:
     return ValueError(f"{message}: byte {at}")
 
 
-# Where a text is that is not Unicode.
+# Locating text that is not Unicode.
 
-# Any bytes, with escapes of whole characters: it stops at half of a surrogate pair, or at a malformed escape.
+# Any bytes, up to half of a surrogate pair or a malformed escape.
 _PAIRED = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
     rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
@@ -578,7 +578,7 @@ _UNMARKED = re.compile(rb'[^\[\]{}"]*+')
 
 
 class BrokenText(NamedTuple):
-    """A text of a JSON value that is not Unicode: the keys and indices that lead to it, and its fault."""
+    """A text in a JSON value that is not Unicode: the keys and indices of its path, and its fault."""
 
     path: tuple[str | int, ...]
     fault: str
@@ -595,7 +595,7 @@ def broken_text(text: AnyText) -> BrokenText | None:
 
 def _broken_text(text: AnyText) -> Steps[BrokenText | None]:
     before, at = -1, 0
-    while at > before:  # an escape that a window cuts is read again at the beginning of the next one
+    while at > before:  # the next window begins with the escape that the last one cut
         before, at = at, matched(_PAIRED, text, at, at + WINDOW_BYTES)
         yield
     half = _HALF.match(text, at)
@@ -606,10 +606,10 @@ def _broken_text(text: AnyText) -> Steps[BrokenText | None]:
             return None
     closing = yield from _closing(text, at)
     begin = bytearray()
-    for start in range(0, at, WINDOW_BYTES):  # to copy all of it at once holds the GIL for as long as it takes
+    for start in range(0, at, WINDOW_BYTES):  # in parts: one copy of all would hold the GIL
         begin += text[start : min(start + WINDOW_BYTES, at)]
         yield
-    for end in (b'"', b'":0'):  # a value, or the key of a member
+    for end in (b'"', b'":0'):  # the text is a value, or the key of a member
         begin[at:] = end + closing
         try:
             value = yield from decoded(begin)

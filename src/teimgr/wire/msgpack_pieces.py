@@ -1,4 +1,4 @@
-"""msgpack in pieces: each call of the library reads one text, one number or the head of a list or map, or writes few.
+"""msgpack in pieces: one call of the library reads a text, a number or the head of a list or map, or writes a few rows.
 
 Arrays are written as msgpack-numpy writes them: a map of `nd`, `type`, `kind`, `shape`, `data`.
 """
@@ -17,11 +17,11 @@ from teimgr.wire import json_scan
 from teimgr.wire.gil import free
 from teimgr.wire.json_scan import MAX_CONTAINERS, MAX_VALUES
 
-MAX_BINARY_BYTES = 20 * 2**20  # those of an image or a sound, copied in one call of some milliseconds
+MAX_BINARY_BYTES = 20 * 2**20  # the largest image or sound; one call copies it in some milliseconds
 _PIECE_BYTES = 64 * 1024
 _MAX_DEPTH = 1024
-# Heads of lists and maps with more than 15 elements. The library allocates what they announce, of which nothing need
-# follow: nested in each other a thousand of them take 1 GB for 5 kB.
+# Heads of lists and maps with more than 15 elements. The library allocates the announced elements, even if none follow:
+# a thousand such heads, nested in each other, make 1 GB out of 5 kB.
 _LONG_HEADS = (b"\xdc", b"\xdd", b"\xde", b"\xdf")
 _FEW_LONG_HEADS = 16
 _FIXED_MAPS, _FIXED_LISTS = range(0x80, 0x90), range(0x90, 0xA0)
@@ -57,7 +57,7 @@ def loads(body: bytes | bytearray | memoryview) -> Any:
 
 
 class _Open:
-    """A list or map that is being read: how many elements, or members, are still to come."""
+    """A list or map that is being read, with the number of elements or members still to come."""
 
     __slots__ = ("container", "key", "left")
 
@@ -71,7 +71,7 @@ class _Open:
             self.container.append(value)
         elif self.key is _NO_KEY:
             if isinstance(value, (list, dict)):
-                raise ValueError("the key of a map is a list or a map")  # noqa: TRY004  the body is wrong
+                raise ValueError("the key of a map is a list or a map")  # noqa: TRY004
             self.key = value
             return
         else:
@@ -161,18 +161,16 @@ class _Reader:
                 self._fed += _PIECE_BYTES
 
 
-# Writing.
-
-# Bytes of an array that one call copies, and rows of a list that one call writes: a millisecond or two.
+# Bytes of an array copied in one call, and rows of a list written in one call: a millisecond or two.
 _COPIED_BYTES = 2**20
 _ROWS_AT_ONCE = 256
-# An array up to this size is written with the values around it.
+# Arrays up to this size are written together with the surrounding values.
 _SMALL_ARRAY_BYTES = 2**16 - 1
 
 
 def dumps(value: Any) -> bytes:
     """Encode `value` as msgpack, with arrays of numpy; the elements of large lists are maps of few members."""
-    whole = BytesIO()  # grows by parts, and gives its own buffer away: one call that joins copies all at once
+    whole = BytesIO()  # grows without copying all at once, unlike a join
     packer = msgpack.Packer(default=_array, use_bin_type=True)
     _write(whole.write, packer, value)
     return whole.getvalue()

@@ -1,8 +1,8 @@
-"""Pages of PDF documents as PNG images, rendered by pypdfium2 in a process for each document.
+"""Renders pages of PDF documents as PNG images, by pypdfium2 in one process per document.
 
-PDFium is a large library that reads files of strangers. A document that crashes it, hangs it or takes too much memory
-ends only that process, `python -P pdf_pages.py FIRST LAST`. The document comes on its standard input; frames with the
-number of pages and the images leave on its standard output.
+PDFium is a large library that parses untrusted files. A document that crashes it, hangs it or takes too much memory
+ends only that process, `python -P pdf_pages.py FIRST LAST`. It reads the document from standard input, and writes
+frames with the number of pages and the images to standard output.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from teimgr.errors import InvalidInput
 
 DOTS_PER_INCH = 150
 MAX_PIXELS = 5_000_000
-"""Of an image, whose file then has at most 16 MB; a larger page has fewer dots per inch."""
+"""Limit of one image, whose file then has at most 16 MB. Larger pages are rendered with fewer dots per inch."""
 MAX_PAGES = 10_000
 MAX_FILE_BYTES = 256 * 2**20
 PAGE_S = 20.0
-"""Of the processor and of the clock, for a page; also for the opening of a document."""
+"""Limit of processor time and of elapsed time for a page, and for opening a document."""
 IS_THERE = find_spec("pypdfium2") is not None
 WAY_OUT = "PDF documents are read by pypdfium2, which is not installed: pip install 'teimgr[images]'"
 _POINTS_PER_INCH = 72
-_MEMORY_BYTES = 2 * 2**30  # of the address space, of which a page and PDFium take some 300 MB
+_MEMORY_BYTES = 2 * 2**30  # limit of the address space; PDFium with a page takes some 300 MB
 _MAX_OPEN_FILES = 64
-_NICENESS = 6  # behind the forward, as threads that decode images
-_MAX_FAILURES = 3  # of a process, until the rest of a document is given up
+_NICENESS = 6  # yields to the forward, like threads that decode images
+_MAX_FAILURES = 3  # failed processes after which the rest of a document is skipped
 _COMMAND = (sys.executable, "-P", __file__)
-_ENVIRONMENT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")  # and no token of anything
+_ENVIRONMENT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")  # no tokens
 _COUNT, _IMAGE, _FAULT, _BROKEN = b"NIFB"  # kinds of frames
-_HEAD_BYTES = 5  # a kind, the length of what follows
-_MAX_FRAME_BYTES = 64 * 2**20  # an image has a quarter; more is from a process that a document has taken over
+_HEAD_BYTES = 5  # the kind, and the length of the content
+_MAX_FRAME_BYTES = 64 * 2**20  # an image has at most a quarter; a compromised process might send more
 _COUNT_DIGITS, _SHOWN_BYTES = 9, 200
 _BREAKS = "it breaks PDFium"
-_PASSWORD = 4  # PDFium's number of an error
+_PASSWORD = 4  # FPDF_ERR_PASSWORD
 
 Source = bytes | Path
 
@@ -60,7 +60,7 @@ def page_count(source: Source) -> int:
     """
     for kind, content in _opened(source, 1, 0):
         return _checked_count(kind, content)
-    raise AssertionError("no frame came, and no error ended the process")
+    raise AssertionError("the process sent no frame and raised no error")
 
 
 def pages(source: Source, first: int = 1) -> Iterator[bytes | InvalidInput]:
@@ -222,12 +222,12 @@ def _timer(process: subprocess.Popen[bytes]) -> threading.Timer:
     return timer
 
 
-# In the process of a document:
+# The process of a document runs what follows.
 
 
 def _run(first: int, last: int) -> None:
     """Read the document from standard input and write frames: the number of pages, and pages `first` to `last`."""
-    import resource  # which Windows lacks, where clients run too
+    import resource  # here: Windows lacks it, and clients run there too
 
     for what, most in ((resource.RLIMIT_AS, _MEMORY_BYTES), (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)):
         resource.setrlimit(what, (most, most))

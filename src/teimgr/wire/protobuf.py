@@ -3,8 +3,8 @@
 The rules are proto3's: fields come in any order, unknown ones are skipped, repeated occurrences of a submessage merge
 (which is concatenation of their bytes), the last member of a oneof wins. Only the worker parses the inner request.
 
-Fields are counted, since each costs Python about a microsecond, and protobuf's own parser up to a fifth of one, with
-the GIL held all the time: a message that has more of them than any request needs is refused.
+A message with more fields than any request needs is refused: each field costs Python about a microsecond, and
+protobuf's own parser up to a fifth of one, with the GIL held throughout.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from teimgr.errors import InvalidInput
 
 TARGET_FIELD = 1
 
-# Fields of a message, those of its groups included: of any; of one with a target and a table, which may name 1,024
-# columns; of other messages with a target, and of a target, whose fields encoders write once each.
+# Limits on the fields of a message, with those in its groups: of any message; of one with a target and a table, which
+# may name 1,024 columns; of others with a target, and of a target, whose fields encoders write once each.
 MAX_FIELDS = 4096
 _MAX_TABLE_FIELDS = 1152
 _MAX_ENVELOPE_FIELDS = 128
-# Messages up to this size are parsed without a look at their fields: protobuf needs some 3 ms for the worst of them.
+# The fields of messages up to this size are not counted: protobuf parses the worst of them in some 3 ms.
 UNCOUNTED_BYTES = 64 * 1024
 _MAX_TARGET_BYTES = 256 * 1024
 _VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = 0, 1, 2, 3, 4, 5
 _MAX_GROUP_DEPTH = 100
-# Slices from this size on are views: a copy would cost more.
+# Slices of at least this size are views: a copy would cost more.
 _VIEW_BYTES = 16 * 1024
-# Parts that are joined: one call copies them, 1 ms per MB. Encoders write each field once, so that nothing is joined.
+# Limit of joined parts: one call copies them, 1 ms per MB. Encoders write each field once, so nothing is joined.
 MAX_JOINED_BYTES = 1024 * 1024
 
 Octets = bytes | bytearray
-"""A received message: a large one is no `bytes`, which only a copy of it would be."""
+"""A received message. Large ones are a bytearray, since `bytes` would take a copy."""
 Slice = Octets | memoryview
 
 
@@ -155,7 +155,7 @@ def scan(data: Slice, most: int = MAX_FIELDS) -> Iterator[tuple[int, int, int, i
 
 
 class _Room:
-    """How many fields may follow, and the limit."""
+    """The number of fields that may still follow, and the limit."""
 
     __slots__ = ("left", "most")
 
@@ -201,8 +201,8 @@ def _merge(occurrences: list[Slice]) -> Slice | None:
 def _joined(parts: list[Slice] | list[memoryview]) -> bytes:
     if len(parts) > 1 and sum(map(len, parts)) > MAX_JOINED_BYTES:
         raise InvalidInput(
-            f"The message has a part in {len(parts)} pieces of more than {MAX_JOINED_BYTES} bytes together: send each "
-            "field once"
+            f"The message repeats a field {len(parts)} times, with more than {MAX_JOINED_BYTES} bytes in total: send "
+            "each field once"
         )
     return b"".join(parts)
 
@@ -215,7 +215,7 @@ def _text(raw: Slice) -> str:
     try:
         return str(raw, "utf-8")
     except UnicodeDecodeError:
-        raise malformed("a string of the target is no UTF-8") from None
+        raise malformed("a string of the target is not valid UTF-8") from None
 
 
 def _tag(data: Slice, at: int, size: int, room: _Room) -> tuple[int, int, int]:
@@ -253,12 +253,12 @@ def _value(data: Slice, number: int, wire_type: int, at: int, size: int, depth: 
 
 def _end_of_group(data: Slice, group: int, at: int, size: int, depth: int, room: _Room) -> int:
     if depth > _MAX_GROUP_DEPTH:
-        raise malformed("groups nest too deep")
+        raise malformed("groups are nested too deeply")
     while at < size:
         number, wire_type, at = _tag(data, at, size, room)
         if wire_type == _END_GROUP:
             if number != group:
-                raise malformed("a group ends under another number")
+                raise malformed("a group ends with the tag of another field")
             return at
         at = _value(data, number, wire_type, at, size, depth, room)[1]
     raise malformed("it ends inside a group")
@@ -278,4 +278,4 @@ def _varint(data: Slice, at: int, size: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             break
-    raise malformed("a number is cut off or too long")
+    raise malformed("a number is truncated or too long")

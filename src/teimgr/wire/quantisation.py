@@ -1,7 +1,7 @@
-"""Quantisation of vectors to fewer bits, each number on its own, so a vector never depends on its batch.
+"""Quantisation of vectors to fewer bits, number by number, so a vector never depends on its batch.
 
-Definitions of sentence-transformers' `quantize_embeddings` (6.2), whose int8 is uint8 minus 128, except that int8 and
-uint8 always span -1 to 1, the range of unit vectors, instead of the range of the batch or of a calibration set.
+As in sentence-transformers' `quantize_embeddings` (6.2), int8 is uint8 minus 128. But int8 and uint8 always span -1 to
+1, the range of unit vectors, instead of the range of the batch or of a calibration set.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Client side of a link to a worker on another host: the same frames over TCP and mutual TLS.
 
 Before any call the worker proves by HELLO that it is the expected incarnation, on a connection whose certificate names
-the expected node. The answer has the time for which the worker keeps the connection, at most as long as the client's
-certificate is valid:
+the expected node. Its answer states how long it keeps the connection: at most until the client's certificate expires.
 
     HELLO   JSON {"incarnation": …} → JSON {"incarnation": …, "valid_s": …}, or an ERROR and the end of the link
 
-The same request probes a silent link: a peer that was cut off does not answer, and the link is given up after
-`SILENCE_LIMIT_S`, long before TCP does.
+The same request probes a silent link. If the peer does not answer, the link is closed after `SILENCE_LIMIT_S`, long
+before TCP would time out.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from teimgr.wire.frames import FrameProtocol, FrameType, Header, Method, Receive
 log = logging.getLogger(__name__)
 
 PROBE_AFTER_S = 2.0
-"""A link from which nothing came for so long is asked for a sign of life."""
+"""A link is probed after this long without received bytes."""
 SILENCE_LIMIT_S = 5.0
-"""A link is lost when nothing came for so long, and nothing of what waits to be sent left."""
+"""A link is lost after this long without received bytes and without progress of its queued ones."""
 USER_TIMEOUT_MS = 15_000
-"""What was sent and is not acknowledged for so long breaks the connection; TCP alone would try for a quarter hour."""
+"""Bytes unacknowledged for this long break the connection; TCP alone would retry for a quarter of an hour."""
 _TICK_S = 1.0
 _HELLO_ID = 0  # calls count from 1
 
@@ -67,7 +66,7 @@ class RemoteFrames(FrameProtocol):
 
     valid_s: float = 0.0
     ends_when_revoked = True
-    """Whether the link is given up when the certificate of its peer does not count any more."""
+    """Whether the link is closed when the certificate of its peer is revoked."""
     _proof: tuple[FleetIdentity, Peer] | None = None
     _answer: asyncio.Future[bytes]
     _tick_timer: asyncio.TimerHandle
@@ -122,7 +121,7 @@ class RemoteFrames(FrameProtocol):
         self._tick_timer.cancel()
         if not self._answer.done():
             self._answer.set_exception(exc or ConnectionResetError("the connection was closed"))
-            self._answer.exception()  # retrieved: the caller may have been cancelled
+            self._answer.exception()  # marks it retrieved: the caller may have been cancelled
         super().connection_lost(exc)
 
     def _ask(self) -> None:
@@ -151,7 +150,7 @@ class RemoteFrames(FrameProtocol):
         self._tick_timer = self._loop.call_later(_TICK_S, self._tick)
 
     def _give_up(self, error: Exception) -> None:
-        log.warning("link to another host given up", extra={"incarnation": self._expected, "reason": str(error)})
+        log.warning("link to another host closed", extra={"incarnation": self._expected, "reason": str(error)})
         if not self._answer.done():
             self._answer.set_exception(error)
             self._answer.exception()
@@ -183,7 +182,7 @@ async def connect(factory: Callable[[], RemoteT], address: RemoteAddress, identi
 def set_tcp_limits(transport: asyncio.BaseTransport) -> None:
     """Make the kernel break a connection whose peer acknowledges nothing; unlike our probes, this needs no answer of
     the peer."""
-    with suppress(OSError):  # it is closed already
+    with suppress(OSError):  # already closed
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
 
 

@@ -1,6 +1,6 @@
 """The fingerprint of a space in replies and requests: names of headers and metadata, and the check of an expected one.
 
-A fingerprint is the space, 64 hex digits, and, where it matters, the least precision class: `<space>/fp32`.
+A fingerprint is the space, 64 hex digits, optionally with the lowest accepted precision class: `<space>/fp32`.
 """
 
 from __future__ import annotations

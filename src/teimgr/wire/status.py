@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 from teimgr.errors import Code, Stopped, TeimgrError, TenantQuotaReached
 
-# Trailing metadata with the name of our code, which is finer than gRPC's statuses.
+# Trailing metadata with our code, which is more specific than gRPC's status.
 CODE_KEY = "x-teimgr-code"
-# HTTP header, in TEI's dialects, and gRPC trailer of a refusal: the index of the input at fault.
+# HTTP header of TEI's dialects and gRPC trailer of a refusal: the index of the input at fault.
 INPUT_INDEX = "x-teimgr-input"
-# Trailing metadata by which gRPC's clients with a retry policy wait before they try again; HTTP's is Retry-After.
+# Trailing metadata: how long gRPC clients with a retry policy wait before they retry; HTTP's is Retry-After.
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 RETRY_AFTER_S = 1
-# Bound of an estimate: after that long others may have stopped calling. What is left of a load does not depend on them.
+# Limit of an estimated wait, since other callers may stop by then, and of the rest of a load, which is independent.
 _MAX_RETRY_AFTER_S = 30
 _MAX_LOAD_S = 3600
 TRY_AGAIN = (429, 503)
-# Status messages travel in trailers, which clients bound at a few kilobytes.
+# Status messages are sent in trailers, which clients limit to a few kilobytes.
 MAX_MESSAGE_CHARS = 2000
 
 

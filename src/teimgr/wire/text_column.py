@@ -1,4 +1,4 @@
-"""Columns of texts: the UTF-8 bytes of all, and where each begins and ends; strings are made on demand."""
+"""Columns of texts as UTF-8 bytes and offsets; strings are made on demand."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from teimgr.wire.gil import Rests
 
-_COUNTED_BYTES = 2**20  # at a time: counting makes temporaries of this size
-_DECODED_BYTES = 2**17  # at a time: a millisecond at most
+_COUNTED_BYTES = 2**20  # per step: counting makes temporaries of this size
+_DECODED_BYTES = 2**17  # per step: at most a millisecond
 
 
 class TextColumn(Sequence[str | None]):
-    """N texts: `data` is uint8, and text i its bytes from `offsets[i]` to `offsets[i + 1]` (int64 [N + 1], ascending).
+    """N texts: text i is the bytes of `data` (uint8) from `offsets[i]` to `offsets[i + 1]` (int64 [N + 1], ascending).
 
-    `nulls` (bool [N], or None without any) are rows without a text; their length is 0. The bytes must be valid
+    `nulls` (bool [N], None if there are none) marks rows without a text; their length is 0. The bytes must be valid
     UTF-8. Immutable; a slice shares the bytes.
     """
 
@@ -103,7 +103,7 @@ class TextColumn(Sequence[str | None]):
         if isinstance(at, slice):
             begin, stop, step = at.indices(len(self))
             if step != 1:
-                raise ValueError("a slice of a column of texts has no step")
+                raise ValueError("a slice of a column of texts must not have a step")
             stop = max(begin, stop)
             return TextColumn(
                 self.data, self.offsets[begin : stop + 1], None if self.nulls is None else self.nulls[begin:stop]
@@ -115,10 +115,10 @@ class TextColumn(Sequence[str | None]):
 
 
 class SharedTexts(Sequence[str | None]):
-    """N texts, of which several may be the same bytes: i is `data` (uint8) from `begins[i]` to `ends[i]` (int64 [N]).
+    """N texts that may share bytes: text i is `data` (uint8) from `begins[i]` to `ends[i]` (int64 [N]).
 
-    Rows of a dictionary, and views. `nulls` is bool [N]. The bytes of each text must be valid UTF-8. A slice is a list
-    of strings, equal ones made once; its caller must bound its size. Immutable.
+    For rows of a dictionary, and views. `nulls` is bool [N]. The bytes of each text must be valid UTF-8. A slice is a
+    list of strings, equal ones made once; its caller must limit its size. Immutable.
     """
 
     __slots__ = ("_characters", "_of_each", "begins", "data", "ends", "nulls")
@@ -187,7 +187,7 @@ def _count_characters(data: NDArray[np.uint8]) -> int:
     counted = 0
     for begin in range(0, len(data), _COUNTED_BYTES):
         part = data[begin : begin + _COUNTED_BYTES]
-        counted += int(np.count_nonzero((part & 0xC0) != 0x80))  # every byte but those that continue a character
+        counted += int(np.count_nonzero((part & 0xC0) != 0x80))  # counts first bytes of characters
     return counted
 
 

@@ -61,7 +61,7 @@ class HealthService:
         """Send a HealthCheckResponse now and on each change, until `stop`."""
         sent = None
         while True:
-            # Read together: the status may change and the service may stop during `send`.
+            # Read all three before `send`, during which the status may change and the service may stop.
             changed, is_last = self._changed, self.is_stopped
             status = self.status_of(service)
             if status is None:
@@ -79,10 +79,7 @@ class HealthService:
 
 
 class Reflection:
-    """Descriptors of `files` and of reflection itself.
-
-    Its descriptor pool is its own: the default one is shared with other libraries.
-    """
+    """Descriptors of `files` and of reflection itself, in a separate pool: other libraries share the default one."""
 
     def __init__(self, files: Iterable[FileDescriptor]) -> None:
         alpha = _to_proto(reflection_pb2.DESCRIPTOR)
@@ -162,20 +159,20 @@ def _v1_of(alpha: FileDescriptorProto) -> FileDescriptorProto:
     return v1
 
 
-# Half of the streams that a server may have; watches do not end. An open call holds below 20 KiB: a message, and a
-# reply that is not read, of which the descriptors of a service are the longest.
+# Half of a server's streams, because watches do not end. An open call holds less than 20 KiB: one message and one
+# unread reply; the longest replies are descriptors of a service.
 MAX_OPEN = MAX_TASKS // 2
-# A request is the name of a service, a symbol or a file.
+# A request has only the name of a service, symbol or file.
 MAX_MESSAGE_BYTES = 4096
-# For the first message and the next.
+# Limit on the wait for each message.
 MESSAGE_S = 20.0
 
 
 class StandardCalls:
     """The calls of health and reflection of one server, of which at most `MAX_OPEN` wait for something (`Places`).
 
-    A call whose message has arrived with its head, and whose reply the client lets through, does not wait and is always
-    answered. The budget is shared by the messages of all others, so none waits for it.
+    A call that does not wait is always answered: its message arrived with its head, and the client's window has room
+    for the reply. The budget has room for one message of each other call, so no call waits for it.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """RPCs: the table of all, read from the service descriptors, and one call on its HTTP/2 stream, metadata to status.
 
-An RPC that is added to a proto is in the table without further code.
+A new RPC in a proto needs no code here.
 Protocol: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 """
 
@@ -42,10 +42,10 @@ class Shape(Enum):
 
 
 class PayloadSource(Enum):
-    """Part of a message that the worker gets."""
+    """The part of a message that is sent to the worker."""
 
     INNER = "the bytes of its field `request`"
-    WHOLE = "the message as it is"
+    WHOLE = "the whole message"
     NOTHING = "an empty payload"
 
 
@@ -60,14 +60,14 @@ class Rpc:
         shape: Which side streams.
         method: The worker's method; None if no frame exists for it.
         has_target: Whether its messages carry their target; else the call's metadata may.
-        payload: Part of a message that the worker gets.
-        inner_field: Number of the field `request`; 0 where the message has none.
-        arrow_field: Number of the field with a whole Arrow batch; 0 where the message has none.
+        payload: The part of a message that is sent to the worker.
+        inner_field: Number of the field `request`; 0 if the message lacks it.
+        arrow_field: Number of the field with a whole Arrow batch; 0 if the message lacks it.
         missing: Error text for a message without inner request.
         lane: `Flag.BULK` for whole batches in one message, `Flag.WAIT` to wait for room in the worker.
         limited: Whether the configured request timeout applies: to single calls, not to batches and streams.
-        reports_compute: Whether the initial metadata of the reply carries its compute cost.
-        kinds: What an instance has to serve to get a call that names none, in order of preference; empty: anything.
+        reports_compute: Whether the initial metadata of the reply has its compute cost.
+        kinds: Kinds of instance that may get a call without a target, in order of preference; empty means any.
     """
 
     service: str
@@ -175,21 +175,21 @@ _REFUSALS = {
 }
 _CONTENT_TYPE = re.compile(r"application/grpc(\+proto)?(;.*)?")
 _CUT_OFF = "Malformed message: the stream ends inside it"
-_PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
-# Limits on the time in which a message is received, from its first byte on, and on its wait for the budget.
+_PREFIX_BYTES = 5  # compressed flag and length of a message
+# Limits on the time to receive a message, from its first byte on, and on its wait for the budget.
 MESSAGE_S = 120.0
 BUDGET_WAIT_S = 30.0
-# On the wait for more of the budget, while others may wait for what a part of a message holds.
+# Limit on the wait for more of the budget. Shorter, because the partial message holds bytes that others wait for.
 _GROWTH_WAIT_S = 5.0
-# Whole messages up to this size never wait for the budget: handing them on frees their memory.
+# Whole messages up to this size do not wait for the budget: they are handed on at once, which frees their memory.
 _FREE_BYTES = 64 * 1024
-# Longer messages are sent behind their prefix, without a copy.
+# Longer messages are sent after their prefix, without a copy.
 _COPIED_BYTES = 16 * 1024
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 # Of a status message as it is sent; clients bound all trailers together at 8 KiB.
 _MAX_STATUS_BYTES = 4096
-# The characters of a status message that stay as they are; others are percent-encoded UTF-8.
+# Characters of a status message that are sent unchanged; others are percent-encoded UTF-8.
 _PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 _CUT_ESCAPE = re.compile(r"%.?\Z")
 
@@ -208,11 +208,11 @@ def is_rpc(headers: Mapping[bytes, bytes]) -> bool:
 
 
 class RpcStream:
-    """One RPC. When the client resets it, the task that serves it is cancelled; methods need not check.
+    """One RPC on the HTTP/2 stream `stream`. A reset by the client cancels the task that serves it.
 
-    `stream` is its HTTP/2 stream. `budget` bounds the bytes of messages that are received and not handed on;
-    `max_reply_bytes` is `max_message_bytes` unless given. An RPC that `keeps_messages` until all have come does not
-    wait for the budget, as others would wait for the bytes that it holds.
+    `budget` bounds the bytes of messages that are received and not handed on. `max_reply_bytes` defaults to
+    `max_message_bytes`. An RPC that `keeps_messages` until the last has arrived does not wait for the budget, because
+    others would wait for the bytes that it holds.
     """
 
     def __init__(
@@ -224,18 +224,18 @@ class RpcStream:
         *,
         keeps_messages: bool = False,
     ) -> None:
-        # Of several headers of one name the last counts.
+        # The last of several headers with the same name applies.
         self.metadata = {name.decode("latin-1"): value.decode("latin-1") for name, value in stream.headers}
         self.path = stream.head.target.decode("ascii")
         self.stream = stream
         self._buffer = stream.received
         self._max_message_bytes = max_message_bytes
         self._max_reply_bytes = max_reply_bytes or max_message_bytes
-        self._starting: asyncio.Timeout | None = None  # while a message is awaited
+        self._starting: asyncio.Timeout | None = None  # set while a message is awaited
         self._leaving_pause_s: float | None = None
         self._opened = self._is_refused_encoding = False
         self._keeps_messages = keeps_messages
-        self.charge = Charge(budget)  # of messages received and not handed on
+        self.charge = Charge(budget)  # for messages received and not handed on
 
     @property
     def http_refusal(self) -> int:
@@ -356,7 +356,7 @@ class RpcStream:
     async def open(self, metadata: Mapping[str, str] | None = None, marks: Headers = ()) -> None:
         """Send the initial metadata, `marks` unchanged; `send` does it if this was not called."""
         await self.stream.send_headers([*_HEAD, *_encoded(metadata), *marks] if metadata else [*_HEAD, *marks])
-        self._opened = True  # not before: a deadline that passes in the wait ends the call by trailers alone
+        self._opened = True  # after the wait: if the deadline passes during it, the call ends by trailers alone
 
     async def send(self, message: Slice) -> None:
         """Send one message, waiting for the client's flow control; raises TooLarge if it exceeds the message limit."""

@@ -1,4 +1,4 @@
-"""Streaming RPCs without a transport: pump of a bidi stream, in-flight window, collected client stream."""
+"""Streaming RPCs, independent of a transport: pump of a bidi stream, in-flight window, collected client stream."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from teimgr.wire.protobuf import Octets, Slice, varint
 
 # Messages of a stream beyond this many in flight go to the bulk lane.
 INTERACTIVE_MESSAGES = 4
-# Replies that a slow client has not read stay in memory: the window of large ones shrinks to about this many bytes.
+# Unread replies stay in memory. If replies are large, the window shrinks until they take about this many bytes.
 HELD_BYTES = 64 * 1024 * 1024
-# A client of a bidi stream may pause for so long, on either port.
+# How long a client of a bidi stream may pause, on either port.
 STREAM_PAUSE_S = 3600.0
-# Messages in flight before a reply has shown its size; each reply that the client reads allows one more.
+# Messages in flight until the size of a reply is known; each reply that the client reads allows one more.
 FIRST_MESSAGES = 64
-# Arrow batches are megabytes each: enough to keep a worker busy, few enough to bound the memory.
+# Arrow batches in flight: each has megabytes, so a few keep a worker busy and bound the memory.
 ARROW_WINDOW = 4
 
-# Messages that are processed in one turn of the event loop, of all streams: each costs 5 to 100 µs. Those beyond wait,
-# and callers have their turns in rotation.
+# Messages of all streams in one turn of the event loop; each costs 5 to 100 µs. Further ones wait, callers in rotation.
 _turns = Turns(64)
 
 # Returns the next message of a request stream, None after the last.
@@ -84,7 +83,7 @@ class StreamCall(Protocol):
 
 
 class _HeldCall:
-    """A message in flight, whose reply is charged to its client as soon as it arrives."""
+    """A message in flight. Its reply is charged to the client as soon as it arrives."""
 
     __slots__ = ("_call", "_charge", "_is_over")
 
@@ -110,11 +109,11 @@ class _HeldCall:
 
 
 class StreamPump:
-    """Pump of a bidi stream: its messages are processed concurrently within a window and answered in request order.
+    """Pump of a bidi stream: processes its messages concurrently within a window, and answers them in request order.
 
-    `receive` reads from the client, `send` writes to it. `start` puts a message into the worker; its result is None for
-    a message that gets no reply. `window` bounds the messages in flight. `unread` has the replies that the client has
-    not read: if they are too many, no further message is read.
+    `receive` reads from the client, `send` writes to it. `start` sends a message to the worker, and returns None if the
+    message gets no reply. `window` bounds the messages in flight. `unread` counts the replies that the client has not
+    read: above its limit no further message is read.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class StreamPump:
         self._receive = receive
         self._start = start
         self._send = send
-        # In request order; an exception fails the stream in its place, None is the end.
+        # In request order; an exception fails the stream at that position, None ends it.
         self._calls: asyncio.Queue[_HeldCall | Exception | None] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -158,14 +157,14 @@ class StreamPump:
             reader.cancel()
             try:
                 await asyncio.wait((reader,))
-            finally:  # a second cancellation may end the wait: deadline and reset of a stream come together
+            finally:  # a second cancellation may end the wait: a deadline and a reset can arrive together
                 if current is not None:
                     current.end()
                 while not self._calls.empty():
                     rest = self._calls.get_nowait()
                     if rest is not None and not isinstance(rest, Exception):
                         rest.end()
-                item = current = rest = None  # a call, its error and this frame would be a cycle
+                item = current = rest = None  # breaks the cycle of call, error and this frame
 
     async def _read(self) -> None:
         """Run ahead of the replies as far as the window allows."""
@@ -183,7 +182,7 @@ class StreamPump:
                     self._window.leave()
                 else:
                     self._calls.put_nowait(_HeldCall(call, self._unread))
-        except Exception as error:  # raised by `run`, after the replies before it
+        except Exception as error:  # `run` raises it after the earlier replies
             self._calls.put_nowait(error)
         else:
             self._calls.put_nowait(None)
@@ -191,9 +190,9 @@ class StreamPump:
 
 # Field 1 of teimgr.v1.RerankPairs, wire type 2.
 _REQUEST = b"\x0a"
-# A pair of two bytes takes hundreds once it is decoded.
+# An encoded pair of two bytes takes hundreds of bytes once decoded.
 MAX_PAIRS = 100_000
-# Copied at a time: a millisecond per MB.
+# Bytes per copy, which holds the loop for a millisecond per MB.
 _COPIED_BYTES = 4 * 2**20
 
 

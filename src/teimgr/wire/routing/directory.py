@@ -15,8 +15,7 @@ RouteListener = Callable[[str, RouteEntry | None], None]
 class Directory:
     """The current routes of the daemon, with listeners that are called synchronously with each change.
 
-    `version` counts these. Each `ManagedInstance` publishes its own entry; routers, in the daemon and in each mux,
-    follow.
+    `version` counts the changes. Each `ManagedInstance` publishes its own entry. Routers of daemon and muxes listen.
     """
 
     def __init__(self) -> None:

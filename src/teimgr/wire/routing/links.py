@@ -1,6 +1,6 @@
 """Client side of workers: links (framed connections with multiplexed calls and a byte budget), and replicas.
 
-A replica is one worker: two links, reconnection, and the load used for balancing.
+A replica is one worker: two links, reconnection, and its load for balancing.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from teimgr.wire.frames import (
 )
 from teimgr.wire.spaces import reply_marks
 
-# Workers are trusted: a reply over the message limit fails its call, not the link. This limit stops corrupt lengths.
+# Stops corrupt lengths only. Workers are trusted: a reply over the message limit fails its call, not the link.
 _MAX_FRAME_BYTES = 1 << 30
 # Cost of a call besides its payload, so that the byte budget also bounds the number of small calls in flight.
 CALL_BYTES = 512
-# With more bulk calls in flight the worker is busy, so the next frame may wait to be written with others.
+# With more bulk calls in flight the worker is busy, so a new frame may wait to be written with others.
 _BUSY_CALLS = 8
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 5.0
-# A replica with this many failures in a row is avoided until it passes a health check. A timeout below one second
-# is not counted as a failure.
+# A replica with this many failures in a row is avoided until it passes a health check. Timeouts below one second do
+# not count.
 _MAX_FAILURES = 3
 _MIN_FAILURE_TIMEOUT_S = 1.0
 _CHECK_TIMEOUT_S = 5.0
@@ -48,7 +48,7 @@ _ALIKE = 0.9
 _WAIT_LIMIT_S = 300.0
 # The largest share of the waiting bytes that calls for one replica may hold.
 _REPLICA_SHARE = 4
-# Errors that mean that no process listens. Others, such as a full backlog, do not mean that the worker is dead.
+# Errors that mean that no process listens. After others, such as a full backlog, the worker may live.
 _GONE = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
 
 
@@ -88,7 +88,7 @@ class WorkerReply(NamedTuple):
 
 
 class ConnectionLost(Unavailable):
-    """The link broke after the request was sent, so that the worker may have begun it."""
+    """The link broke after the request was sent, so the worker may have begun it."""
 
 
 class PendingCall:
@@ -120,7 +120,7 @@ class PendingCall:
             return
         if isinstance(outcome, TeimgrError):
             self.answer.set_exception(outcome)
-            self.answer.exception()  # retrieved here: asyncio logs a failure that a cancelled call's owner never reads
+            self.answer.exception()  # marks it retrieved: asyncio logs errors that a cancelled caller never reads
         else:
             self.answer.set_result(outcome)
 
@@ -184,7 +184,7 @@ class WorkerLink(FrameProtocol):
         except BaseException:
             del self._calls[call.id]
             self.budget.give_back(cost_bytes)
-            call.finish(self.owner.unavailable())  # ends its timer
+            call.finish(self.owner.unavailable())  # cancels its timer
             raise
         return call
 
@@ -248,7 +248,7 @@ def too_large(what: str, size: int, limit: int) -> TooLarge:
 
 
 class Refusal(NamedTuple):
-    """A call that a worker refused because it would have waited too long; valid until `until`, on the loop's clock."""
+    """A worker's refusal of a call that would have waited too long; valid until `until`, on the loop's clock."""
 
     size: int
     timeout_s: float | None
@@ -270,8 +270,8 @@ class Replica:
     A socket belongs to one incarnation, so a reconnect never reaches another one. Workers on other hosts are
     `RemoteReplica` (`wire/routing/remote_links.py`).
 
-    `suspended`: it failed several calls in a row and has not passed a health check since. It gets calls only if no
-    other replica can take them.
+    A `suspended` replica failed several calls in a row and has not passed a health check since. It gets calls only if
+    no other replica can take them.
     """
 
     is_remote = False
@@ -300,7 +300,7 @@ class Replica:
         self.instance = instance
         self._limits = limits
         self._waiting_of_all = waiting
-        self._waiting: ByteBudget | None = None  # made when a call waits: most replicas never have one that does
+        self._waiting: ByteBudget | None = None  # made for the first call that waits; most replicas have none
         self._links: list[WorkerLink | None] = [None, None]
         self._connecting = asyncio.Lock()
         self._connected_at = float("-inf")
@@ -412,7 +412,7 @@ class Replica:
             self.lost = True
             self.stats.losses += not self.retired
             if asyncio.get_running_loop().time() - self._connected_at > RECONNECT_MAX_S:
-                self._reconnect_pause_s = RECONNECT_FIRST_S  # else the worker keeps closing its links: back off further
+                self._reconnect_pause_s = RECONNECT_FIRST_S  # the link worked, so begin the back-off again
             for link in self._open_links():
                 link.abort()
             self.reconnect_if_lost()
@@ -470,7 +470,7 @@ class Replica:
             if isinstance(error, self._gone):
                 self.link_lost()
             raise Unavailable(f"Failed to connect to backend: {error.strerror or error}") from error
-        if self.lost:  # closed meanwhile
+        if self.lost:  # the replica was closed meanwhile
             link.abort()
         return link
 
@@ -492,11 +492,11 @@ class Replica:
             try:
                 async with asyncio.timeout(self._limits.connect_timeout_s), self._connecting:
                     for link in self._open_links():
-                        await link.closed  # else its late loss would be taken for that of the new link
+                        await link.closed  # its late loss must not count as that of the new link
                     link = await self._new_link()
                     self._links = [link, None]
                     self.lost = not link.is_open
             except self._gone:
                 return
-            except (OSError, TeimgrError):  # TimeoutError is an OSError
+            except (OSError, TeimgrError):
                 continue

@@ -15,7 +15,7 @@ from teimgr.wire.routing.router import RouterView, not_loaded
 from teimgr.wire.tenants.quotas import leaves_room
 from teimgr.wire.tenants.table import ANONYMOUS
 
-# After a model was unloaded this many times between its load and the call, the call fails.
+# A call fails if its model was unloaded this many times between the load and the call.
 _ROUNDS = 4
 _MAX_WAITING = 4096
 _MAX_WAITING_BYTES = 256 * 2**20
@@ -72,7 +72,7 @@ class WaitingCalls:
     def __init__(self, what: str, processes: int) -> None:
         self._what = what
         self._max_calls, self._max_bytes = _MAX_WAITING // processes, _MAX_WAITING_BYTES // processes
-        self._calls: Counter[int] = Counter()  # by tenant
+        self._calls: Counter[int] = Counter()  # keys are tenants
         self._bytes: Counter[int] = Counter()
 
     @contextmanager

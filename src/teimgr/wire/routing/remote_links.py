@@ -1,6 +1,6 @@
-"""Replicas on other hosts: links over mutual TLS that are replaced without a gap before a certificate expires.
+"""Replicas on other hosts: links over mutual TLS, replaced without a gap before a certificate expires.
 
-Beside them what charges and counts the calls of a link at this end, also of workers of this host (`MeteredReplica`).
+`MeteredReplica` charges and counts calls in this process, also those to a worker of this host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from teimgr.wire.tenants.remote import EntryDesk, Meters
 log = logging.getLogger(__name__)
 
 _RENEW_AT = 0.75
-"""The part of a link's validity after which it is replaced."""
+"""A link is replaced after this part of its validity."""
 _RENEW_RETRY_S = 5.0
 _MIN_RENEWAL_S = 1.0
 _LEAVE_POLL_S = 1.0
@@ -30,9 +30,9 @@ _HELLO_ID = 0  # calls count from 1
 
 
 class MeteredLink(WorkerLink):
-    """A connection whose calls are charged and counted at this end, from `charge_by` on.
+    """A connection whose calls are charged and counted in this process, after `charge_by`.
 
-    The worker is not lost when a `leaving` link closes: it has sent its last call, or none.
+    If a `leaving` link closes, the worker is not lost: the link has no calls left.
     """
 
     leaving = False
@@ -81,12 +81,12 @@ class MeteredLink(WorkerLink):
             self._greeted.set_exception(ConnectionResetError("the worker closed the link"))
         if self._desk is not None:
             self._desk.close()
-            self._desk = None  # which has this link
+            self._desk = None  # breaks the cycle of desk and link
         super().end_calls()
 
 
 class MeteredReplica(Replica):
-    """One incarnation of a worker of this host, which has no table: this process charges and counts its calls."""
+    """One incarnation of a worker of this host that has no table: this process charges and counts its calls."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class RemoteLink(RemoteFrames, MeteredLink):
         try:
             await super().prove(address, identity)
         except asyncio.CancelledError:
-            self.leaving = not self.owner.is_closed  # its other link is open
+            self.leaving = not self.owner.is_closed  # the replica still has its other link
             raise
 
 
@@ -133,7 +133,7 @@ class RemoteReplica(Replica):
     its process had exited. Any other failure, such as a cut network, is retried for as long as the route exists.
     """
 
-    _gone = (ConnectionRefusedError,)  # WrongPeer is one; a reset may come from what lies between
+    _gone = (ConnectionRefusedError,)  # includes WrongPeer; a reset may come from a device in between
     is_remote = True
 
     def __init__(
@@ -181,7 +181,7 @@ class RemoteReplica(Replica):
             link = await connect(lambda: RemoteLink(self, self._limits), self._address, self._identity)
         except (OSError, TeimgrError) as error:
             self._report(reason := str(error) or type(error).__name__)
-            if isinstance(error, TeimgrError):  # of this node, such as files that cannot be read: not the caller's
+            if isinstance(error, TeimgrError):  # a fault of this node, such as unreadable files, not of the caller
                 raise Unavailable(f"Failed to connect to backend: {reason}") from error
             raise
         if self._meters is not None:
@@ -202,8 +202,6 @@ class RemoteReplica(Replica):
     def _open_links(self) -> list[WorkerLink]:
         return [*super()._open_links(), *self._leaving]
 
-    # Renewal
-
     def _begin_renewal(self, link: RemoteLink) -> None:
         del self._renewals[link]
         if link in self._links and not self.retired and link.is_open:
@@ -216,7 +214,7 @@ class RemoteReplica(Replica):
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
                 fresh = await self._new_link()
-        except (OSError, TeimgrError):  # TimeoutError is an OSError
+        except (OSError, TeimgrError):
             loop = asyncio.get_running_loop()
             self._renewals[link] = loop.call_later(_RENEW_RETRY_S, self._begin_renewal, link)
             return
@@ -228,7 +226,7 @@ class RemoteReplica(Replica):
         self._links[self._links.index(link)] = fresh
         try:
             while link.is_open:
-                # Calls that waited for room on the old link are sent on it, in the same pass of the loop at the latest.
+                # Calls that waited for room on the old link are sent on it within this pass of the loop.
                 is_idle = link.calls_in_flight == 0
                 await asyncio.wait({link.closed}, timeout=_LEAVE_POLL_S)
                 if is_idle and link.calls_in_flight == 0:

@@ -1,4 +1,4 @@
-"""Lets calls wait, within limits, for the successor of an instance's only worker after that worker died."""
+"""Lets calls wait, within limits, for the successor of an instance's only worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from teimgr.errors import DeadlineExceeded, Returning, Unavailable
 from teimgr.wire.routing.on_demand import ModelLoads, WaitingCalls
 from teimgr.wire.routing.router import Router
 
-_LOOK_S = 0.25  # a worker whose connection broke returns without a route change
+_LOOK_S = 0.25  # poll: a worker whose connection broke returns without a route change
 
 
 class ReturningWorkers:
@@ -40,7 +40,7 @@ class ReturningWorkers:
         async with AsyncExitStack() as stack:
             if entry is None or entry.on_demand:
                 await stack.enter_async_context(self._others.loaded(instance, timeout_s, size_bytes))
-            if isinstance(self._router.problem(instance), Returning):  # also of a loaded model on demand
+            if isinstance(self._router.problem(instance), Returning):  # also a worker of a model loaded on demand
                 with self._waiting.one(instance, size_bytes):
                     await self._back(instance, None if timeout_s is None else timeout_s - (clock() - began))
             yield

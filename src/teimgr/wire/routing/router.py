@@ -1,4 +1,4 @@
-"""Router: finds the instance a call targets, and leases the replica with the least work under way."""
+"""Router: finds the instance that a call targets, and leases its least busy replica."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from teimgr.wire.routing.remote_links import MeteredReplica, RemoteReplica
 from teimgr.wire.spaces import Marks, check_expected, meets
 from teimgr.wire.tenants.remote import Meters
 
-# A refusal is remembered for this part of the retry time that the worker named, if that time was long enough.
+# A refusal is remembered for this part of the worker's retry time, if that has at least the minimum.
 _REFUSAL_SHARE = 0.1
 _MIN_RETRY_AFTER_S = 1.0
-# The most instance names in an error text, since clients bound its length.
+# The most instance names in an error text: clients limit its length.
 _MAX_NAMES = 20
 _OTHER_SPACES = "; other instances of the model have another space of vectors, and are called by their names"
 _UNSET = Target()
@@ -94,8 +94,8 @@ class Lease:
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
-        # Keyed by tenant, which waits for its own share of the queued work. HTTP bodies are excluded: one of equal size
-        # may be a picture, which costs another amount of work.
+        # The tenant is in the key, because each waits for its own share of the queue. HTTP bodies are excluded: equal
+        # sizes differ in cost, for instance a text and an image.
         call_class = None if method is Method.HTTP else (method, flags, current_tenant())
         if call_class is not None:
             self._check_refusals(call_class, len(payload), timeout_s)
@@ -105,7 +105,7 @@ class Lease:
             if call_class is not None:
                 self._keep_refusal(call_class, len(payload), timeout_s, refusal.retry_after_s or 0)
             raise
-        except ConnectionLost:  # it may have been the call that ended the worker
+        except ConnectionLost:  # no retry elsewhere: this call may have killed the worker
             raise
         except Unavailable:
             if not self._move():
@@ -132,7 +132,7 @@ class Lease:
             return await call.answer
         finally:
             call.cancel()
-            # Its future has the error, whose traceback has this frame: the cycle would keep the payload.
+            # Breaks the cycle of future, error and this frame, which would keep the payload.
             del call
 
     @property
@@ -280,12 +280,12 @@ class Router:
         self.limits = limits or LinkLimits()
         self._meters = meters
         self.may_load = may_load
-        """Says whether a call may load a model, by its id, that no instance has."""
+        """Returns whether a call may load the model with this id, which no instance has."""
         self._identity = identity
         self._node = identity.node if identity else ""
-        self._snapshot: RoutingSnapshot | None = None  # made when it is needed
+        self._snapshot: RoutingSnapshot | None = None  # made on demand
         self._by_name: dict[str, _Instance] = {}
-        self._by_model: defaultdict[str, dict[str, None]] = defaultdict(dict)  # names, by the id of the model
+        self._by_model: defaultdict[str, dict[str, None]] = defaultdict(dict)  # model id to names
         self._stats: dict[str, LinkStats] = {}
         self._retired: set[Replica] = set()
         self._waiting = ByteBudget(self.limits.max_waiting_bytes)
@@ -317,7 +317,7 @@ class Router:
             self._by_name[name] = _Instance(entry, self._replicas(entry, present), before)
             self._by_model[entry.model_id][name] = None
             for replica in self._by_name[name].replicas:
-                replica.reconnect_if_lost()  # the control plane still lists it
+                replica.reconnect_if_lost()  # the daemon still lists it
         self._retired = {replica for replica in self._retired if not replica.is_closed}
         for replica in present.values():
             replica.retire()
@@ -420,7 +420,7 @@ class Router:
             if meant is not None and len(fitting) < len(allowed) and (error := self.problem(meant.entry.name)):
                 error.reword(error.message + _OTHER_SPACES)
                 raise error
-            # Not made a second time if instances of the model exist that only other keys may use.
+            # Not loaded again if only other keys may use the existing instances of the model.
             if (mine or not known) and covers(model_id) and self.may_load(model_id):
                 raise NotLoaded(f"No instance of model '{model_id}' is loaded", model_id)
             raise ModelNotFound(f"No running instance of model '{model_id}' found")
@@ -479,8 +479,8 @@ class Router:
 
 
 class _RestrictedRouter:
-    """A view of the router with the instances that a restricted caller may use. The reasons of failures are hidden from
-    callers that are not operators, since they contain paths of the host."""
+    """A view of the router with the instances that a restricted caller may use. Only operators see the reasons of
+    failures, which contain paths of the host."""
 
     def __init__(self, caller: Caller, router: Router) -> None:
         self._caller = caller
@@ -573,11 +573,11 @@ def _unnamed(entries: Sequence[RouteEntry], kinds: Sequence[str]) -> Target:
     if not kinds:
         if (found := _only(entries)) is not None:
             return found
-    # An instance whose kind is not known before it is loaded may fit.
+    # The kind of an instance that was never loaded is unknown, so it may fit.
     elif (found := _only([entry for entry in entries if not entry.serves])) is not None:
         return found
-    fitting = [entry for entry in entries if not kinds or set(kinds) & set(entry.serves)]  # stopped ones
-    running = [entry for entry in entries if entry.state is State.RUNNING]  # a single one names why it does not fit
+    fitting = [entry for entry in entries if not kinds or set(kinds) & set(entry.serves)]  # includes stopped ones
+    running = [entry for entry in entries if entry.state is State.RUNNING]  # a single one answers why it does not fit
     for few in (fitting, running):
         if len(few) == 1:
             return Target(instance_name=few[0].name)

@@ -1,8 +1,8 @@
 """Quotas of a tenant: tokens a second and a day, and tokens in flight, as pure functions of a state and a moment.
 
-Tokens a second are a token bucket in the form of GCRA: `arrival_ns` is the moment at which the bucket will be full
-again. A charge moves that moment on by the time that its tokens cost, and is refused if it would then be more than the
-burst ahead of now. So in any window of T seconds at most `burst + rate * T` tokens are admitted.
+Tokens a second are a token bucket in the form of GCRA: the bucket is full again at `arrival_ns`. A charge moves that
+time forward by what its tokens cost, and is refused if it would then be more than the burst ahead of now. So at most
+`burst + rate * T` tokens are admitted in any window of T seconds.
 `engine/native/tenants.c` does the same on a shared file; a test compares the two.
 """
 
@@ -17,10 +17,10 @@ from teimgr.http.byte_budget import leaves_as_much
 NS_PER_S = 1_000_000_000
 S_PER_DAY = 86_400
 MAX_TOKENS = 2**31 - 1
-"""More than a call can have; so that products with `NS_PER_S` are within 64 bits."""
+"""More than a call can have; products with `NS_PER_S` fit into 64 bits."""
 
 LIMITS = (Code.TOKEN_RATE_EXCEEDED, Code.DAILY_TOKENS_EXCEEDED, Code.CONCURRENT_TOKENS_EXCEEDED)
-"""The quotas, each by the code of its refusal. In the library they are 1, 2 and 3."""
+"""The codes of refusals by each quota; numbers 1, 2 and 3 of the native library."""
 
 
 class Limits(NamedTuple):
@@ -33,8 +33,8 @@ class Limits(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """The tokens that a tenant has used. `refunded_ns` is the sum of the refunds to the bucket: a call's is less after
-    others."""
+    """The tokens that a tenant has used. `refunded_ns` is the sum of the refunds to the bucket: refunds made since a
+    charge reduce its own."""
 
     arrival_ns: int = 0
     refunded_ns: int = 0
@@ -43,8 +43,7 @@ class Spent(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """A charge, for its refund: rate and day by which it was made, 0 for none, and the state of the bucket at that
-    time."""
+    """A charge, kept for its refund: rate and day, 0 for none, and the bucket's state when it was made."""
 
     tokens: int = 0
     rate: int = 0
@@ -54,7 +53,7 @@ class Receipt(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether a call is admitted (`refused_by` is None), and otherwise the time after which to try again."""
+    """Whether a call is admitted (`refused_by` is None); if not, when to retry."""
 
     spent: Spent
     receipt: Receipt = Receipt()
@@ -76,7 +75,7 @@ def charge(limits: Limits, spent: Spent, in_flight: int, tokens: int, now_ns: in
     arrival_ns = spent.arrival_ns
     if limits.rate:
         burst_ns = time_of(limits.burst, limits.rate)
-        # It is never further ahead than the burst, unless the limits have changed since.
+        # It is further ahead than the burst only if the limits have changed.
         arrival_ns = max(min(arrival_ns, now_ns + burst_ns), now_ns) + time_of(tokens, limits.rate)
         if (wait_ns := arrival_ns - now_ns - burst_ns) > 0:
             return Verdict(spent, refused_by=rate_code, wait_ns=wait_ns)
@@ -135,10 +134,10 @@ def room(limits: Limits, spent: Spent, in_flight: int, now_ns: int, day: int) ->
 
 
 LEASE_S = 2.0
-"""How long a lease may be used, from the request for it on. So in any window of T seconds at most `burst + rate *
-(T + LEASE_S)` tokens are admitted by all hosts."""
+"""How long a lease may be used after its request. So all hosts admit at most `burst + rate * (T + LEASE_S)` tokens in
+any window of T seconds."""
 MAX_ROWS = 1024
-"""Calls, or rows of use, in one message between the daemon and a mux that leases."""
+"""The most calls, or rows of use, in one message between the daemon and a mux that leases."""
 _AHEAD_S = 0.5
 _MEAN_S = 1.0
 _LEASED_PART = 8

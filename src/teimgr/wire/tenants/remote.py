@@ -1,8 +1,8 @@
 """Quotas and use of keys between hosts: a call is charged and counted on the host that admitted its caller.
 
-A worker knows the tokens of a call, and the process that sent it, a mux or the daemon, has the table of its host, or
-leases (`mux/leases.py`). They exchange frames of type TENANT on the call's link, with a `Note` as their method. The id
-is that of a charge, which the worker numbers.
+The worker counts the tokens of a call. The process that sent it, a mux or the daemon, has the table of its host, or
+leases (`mux/leases.py`). The two exchange frames of type TENANT on the call's link, whose method is a `Note` and whose
+id is the worker's number of a charge.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from teimgr.wire.tenants.table import COUNTERS, Counter
 
 
 class Note(IntEnum):
-    """The kind of a TENANT frame, its method: the first two are sent to the worker, the others by it."""
+    """The kind of a TENANT frame, its method. The worker receives the first two and sends the others."""
 
     TERMS = 1  # `TERMS` of a tenant: before its first call, and after each change
     CHARGED = 2  # the decision on a charge: empty, or the payload of an ERROR
-    CHARGE = 3  # `CHARGE`: the tokens of a job, of which none is computed yet
-    SETTLE = 4  # `SETTLE`: the tokens of it that were computed; the rest is refunded
-    COUNT = 5  # `COUNT`: use, before the answer in which it is
+    CHARGE = 3  # `CHARGE`: the tokens of a job, before any is computed
+    SETTLE = 4  # `SETTLE`: the computed tokens; the rest is refunded
+    COUNT = 5  # `COUNT`: use by a call, before its answer
 
 
 TERMS = struct.Struct("<HqqB")  # tenant, weight, priority, whether it has a quota
 CHARGE = struct.Struct("<Hq")  # tenant, tokens
 SETTLE = struct.Struct("<q")
-COUNT = struct.Struct(f"<H{COUNTERS}q")  # tenant, by `Counter`
+COUNT = struct.Struct(f"<H{COUNTERS}q")  # tenant, a number per `Counter`
 SHADOWED = 1
 """The flag of a CHARGED that only a quota with `shadow` would have refused."""
 
 
 class SharedPart(Protocol):
-    """What a tenant may use of a busy instance."""
+    """A tenant's share of a busy instance."""
 
     @property
     def weight(self) -> int: ...
@@ -62,7 +62,7 @@ class OpenCharge(Protocol):
 
 
 class Terms(Protocol):
-    """The conditions for a tenant's calls; a new object after each change."""
+    """Share and quota of a tenant; a new object after each change."""
 
     @property
     def share(self) -> SharedPart: ...
@@ -84,7 +84,7 @@ class Meter(Protocol):
 class Meters(Protocol):
     """The meters of a process, by instance. Tokens from `lease` must be given back.
 
-    `has_table`: workers of this host charge and count in its table, without this process.
+    If it `has_table`, workers of this host charge and count in that table themselves.
     """
 
     has_table: bool
@@ -108,7 +108,7 @@ class EntryDesk:
         self._of = instance, model
         self._send = send
         self._meter: Meter | None = None
-        self._known: dict[int, Terms] = {}  # of the tenants that the worker knows
+        self._known: dict[int, Terms] = {}  # terms sent to the worker, by tenant
         self._open: dict[int, OpenCharge] = {}
 
     def introduce(self, tenant: int) -> None:
@@ -126,7 +126,7 @@ class EntryDesk:
             return
         if not self._is_heard:
             if terms.has_quota:
-                raise Unavailable("The worker is of an earlier version, which charges no quota on this host")
+                raise Unavailable("The worker runs an earlier version, which cannot charge quotas on this host")
             return
         self._known[tenant] = terms
         share = terms.share
@@ -160,12 +160,12 @@ class EntryDesk:
 
     def _check_introduced(self, tenant: int) -> None:
         if tenant not in self._known:
-            raise ValueError(f"tenant {tenant} has not called over this link")
+            raise ValueError(f"tenant {tenant} sent no call over this link")
 
     def _charge(self, meter: Meter, id: int, tenant: int, tokens: int) -> None:
         self._check_introduced(tenant)
         terms = meter.standing(tenant)
-        if not terms.has_quota:  # any longer
+        if not terms.has_quota:  # the quota was removed meanwhile
             self._send(FrameType.TENANT, Note.CHARGED, id)
             return
         charge = self._open[id] = terms.open_account()

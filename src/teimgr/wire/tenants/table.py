@@ -1,9 +1,9 @@
 """The file of the tenants of a host: quotas, their use, and counters, mapped by daemon and workers.
 
-It is an array of 64-bit words. The daemon writes the limits and names of the tenants, each worker the counters in its
-own row; all workers change the state of the quotas, atomically (`worker/tenant_meter.py`). A row belongs to the worker
-that has locked it; the kernel takes the lock back when the process ends. Then the daemon adds up its counters and
-clears it, so that a killed worker leaves no tokens in flight.
+It is an array of 64-bit words. The daemon writes limits and names of the tenants, and each worker the counters in its
+own row. All workers change the state of the quotas, atomically (`worker/tenant_meter.py`). A row belongs to the worker
+that has locked it; the kernel releases the lock when the process ends. The daemon then adds up the counters of the row
+and clears it, so a killed worker leaves no tokens in flight.
 
     header    [HEADER]
     tenants   [TENANTS][TENANT_WORDS]     name, limits; state of the quotas
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from teimgr.wire.tenants.quotas import Limits, Spent
 
 FILE = "tenants-1"
-"""In the run directory; another number for another layout."""
+"""In the run directory; a new layout gets a new number."""
 TENANTS, ROWS = 1024, 256
 _HEADER_WORDS = 64
 TENANT_WORDS = 16
@@ -55,13 +55,13 @@ class Word(IntEnum):
     WEIGHT = 6
     PRIORITY = 7
     SPENT = 10
-    # 8 and 9 are the bucket of workers of an earlier version, which may live beside ours for a while.
+    # 8 and 9 are the bucket of workers of an earlier version, which may run at the same time.
     ARRIVAL = 11  # without the refunds
     REFUNDED = 12
 
 
 class Counter(IntEnum):
-    """What is counted for each tenant and worker."""
+    """The counters of each tenant and worker."""
 
     TOKENS = 0
     TEXTS = 1
@@ -71,20 +71,20 @@ class Counter(IntEnum):
 
 
 COUNTERS = len(Counter)
-"""How many counters a tenant has in a row; to ask the class takes as long as to count."""
+"""Counters per tenant in a row; a constant, because `len` of the enum takes as long as counting."""
 
 _COUNTERS_AT = IN_FLIGHT_AT + ROWS * TENANTS
 _WORDS = _COUNTERS_AT + ROWS * TENANTS * COUNTERS
-_NAME_BYTES = (_ROW_WORDS - 2) * WORD_BYTES  # of instance and model, a NUL between them
-_BOOT = 0  # word of the header: of which start of the host the moments are
+_NAME_BYTES = (_ROW_WORDS - 2) * WORD_BYTES  # instance and model, separated by a NUL
+_BOOT = 0  # word of the header: the boot of the host that its times belong to
 VERSION_AT = 1
-"""The word that is another one whenever the tenants were configured."""
+"""The word that changes whenever the tenants are configured."""
 USED_ROWS_AT = 2
-"""The word that has how many rows, from the first one on, have ever been used."""
+"""The word with the number of rows, from the first one on, that have ever been used."""
 
 
 class TenantKey(NamedTuple):
-    """A tenant as the configuration has it."""
+    """A tenant in the configuration."""
 
     name: str
     limits: Limits = Limits()
@@ -94,7 +94,7 @@ class TenantKey(NamedTuple):
 
 
 class RowCounts(NamedTuple):
-    """The counters of one worker: by tenant, as many as `Counter` has."""
+    """The counters of one worker: by tenant, one per member of `Counter`."""
 
     generation: int
     instance: str
@@ -112,7 +112,7 @@ class TenantTable:
     def __init__(self, path: Path) -> None:
         self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(self.file, 0, _WORDS * WORD_BYTES)  # on a full disk an error here, and no SIGBUS later
+            os.posix_fallocate(self.file, 0, _WORDS * WORD_BYTES)  # fails here if the disk is full: no SIGBUS later
             self.memory = mmap.mmap(self.file, _WORDS * WORD_BYTES)
         except BaseException:
             os.close(self.file)
@@ -124,8 +124,6 @@ class TenantTable:
         self.words.release()
         self.memory.close()
         os.close(self.file)
-
-    # The daemon
 
     def begin(self, boot: int) -> None:
         """Clear the moments of an earlier start of the host, whose clock was another one."""
@@ -156,7 +154,7 @@ class TenantTable:
                 self._write_words(tenant, dict.fromkeys(Word, 0))
             self._write_words(tenant, {Word.NAME: name} | _words_of(key))
             numbers[key.name] = tenant
-        self.words[VERSION_AT] += 1  # after what it is the version of
+        self.words[VERSION_AT] += 1  # last: readers of the new version must read the new words
         return numbers
 
     def rows(self) -> Iterator[tuple[int, RowCounts, bool]]:
@@ -180,12 +178,10 @@ class TenantTable:
 
     def clear(self, row: int) -> None:
         """Make a row free whose worker has ended."""
-        if not self._lock(row):  # another one has it by now, and has cleared it
+        if not self._lock(row):  # another worker has claimed and cleared it
             return
         self._wipe(row)
         fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_UNLCK, row))
-
-    # A worker
 
     def claim(self, instance: str, model: str) -> int | None:
         """Return a free row, locked for as long as the file is open, or None.
@@ -194,7 +190,7 @@ class TenantTable:
         """
         for row in range(ROWS):
             if self.words[_row_at(row)] == 0 and self._lock(row):
-                if self.words[_row_at(row)] != 0:  # claimed and left in between
+                if self.words[_row_at(row)] != 0:  # another worker used it since the check
                     fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_UNLCK, row))
                     continue
                 self._wipe(row)
@@ -316,7 +312,7 @@ def _digest(name: str) -> int:
 
 
 _LOCK = "@hhqqi4x"  # struct flock of Linux
-_NO_ROW = ROWS  # behind the last row: its bytes are locked for the state of the quotas
+_NO_ROW = ROWS  # the row number whose bytes are locked for the state of the quotas
 
 
 def _lock_of(kind: int, row: int) -> bytes:
