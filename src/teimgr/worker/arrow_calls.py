@@ -1,4 +1,4 @@
-"""The Arrow methods: tables of inputs in, tables of results out, failed rows explained in a column."""
+"""The Arrow methods: a table of inputs gives a table of results, with the errors of failed rows in a column."""
 
 from __future__ import annotations
 
@@ -48,28 +48,27 @@ from teimgr.worker.dispatcher import Dispatcher
 T = TypeVar("T")
 ArrowRequest = multiplexer_pb2.EmbedArrowRequest | multiplexer_pb2.EmbedSparseArrowRequest | arrow_pb2.ArrowRequest
 
-# Rows of a table: a few hundred bytes may declare millions, and each becomes a vector, a pair a Python object too.
+# Limit on the rows of a table: a few hundred bytes may declare millions, and each becomes a vector.
 _MAX_ROWS = 100_000
-# A reply of as many rows is encoded on a codec thread, as is one of many numbers or a compressed one; others on the
-# finisher's, without the way there.
+# A codec thread encodes replies with at least this many rows, with many numbers or with compression. The finisher's
+# thread encodes others, which saves the switch.
 _MANY_ROWS = 512
 _ONE_AT_A_TIME = (
     "Input validation error: the row has `{column}` and `text`: this model embeds one at a time, send two rows"
 )
-# Headers of a message up to this size are read on the loop, and a table that takes no more in memory: some 0.2 ms for
-# 64 texts, where the way to a thread and back takes as long. Files are read on a thread.
+# Messages and tables up to this size are read on the loop: 64 texts take some 0.2 ms, as long as switching to a thread
+# and back. Files are read on a thread.
 _SMALL_TABLE_BYTES = 64 * 1024
 _ALIGNMENT = 8  # of Arrow's numbers
-# Limit on the decoded size of a table, and on the vectors per token that the engine holds for it, as a multiple of the
-# message limit; a compressed body may declare any size.
+# Limit, as a multiple of the message limit, on the decoded size of a table, since a compressed body may declare any
+# size, and on the vectors per token that the engine holds for it.
 _MAX_INFLATION = 8
 
-# Columns of several batches are joined, ids are converted, pairs become strings: each byte is there twice. A row takes
-# up to a few objects beside.
+# Joining batches, converting ids and making strings of pairs copies each byte once. A row also takes a few objects.
 _COPIES = 2
 _ROW_BYTES = 256
 
-# The output of a request that names none, by the kind of the model.
+# Default output by the kind of the model.
 _DEFAULT_OUTPUT: Mapping[str, Output] = {
     Kind.EMBEDDING: Output.DENSE,
     Kind.SPARSE: Output.SPARSE,
@@ -78,9 +77,9 @@ _DEFAULT_OUTPUT: Mapping[str, Output] = {
     Kind.CLASSIFIER: Output.SCORES,
     Kind.TOKEN_CLASSIFIER: Output.TOKENS,
 }
-# Members of the enums of arrow.proto by number; they have the names of ours.
+# Our enums by the numbers of arrow.proto, whose members have the same names.
 _OUTPUTS: Mapping[int, Output] = {arrow_pb2.Output.Value(f"OUTPUT_{one.name}"): one for one in Output}
-_MAX_OUTPUTS = 100  # of a request; one that is named again counts again
+_MAX_OUTPUTS = 100  # per request, repetitions included
 _INPUTS: Mapping[int, InputKind | None] = {
     arrow_pb2.INPUT_UNSPECIFIED: None,
     **{arrow_pb2.Input.Value(f"INPUT_{one.name}"): one for one in InputKind if one not in FILES},
@@ -102,7 +101,7 @@ class ReadTable(NamedTuple):
     inputs: Sequence[Input]
     write: Callable[[Job], memoryview]
     held_bytes: int = 0
-    """Of vectors per token, at most: to look at 100,000 pairs would hold the loop for 60 ms."""
+    """Upper bound for vectors per token, made on the reading thread: 100,000 pairs would hold the loop for 60 ms."""
 
 
 def embed_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
@@ -171,15 +170,15 @@ def infer_arrow(dispatcher: Dispatcher, call: MethodCall) -> None:
     form = infer_form(message, options)
     kind = _known("input", message.input, _INPUTS, "0 to 3")
     files = [one for one in FILES if one.value in model.modalities]
-    key_columns = list(dict.fromkeys(message.key_columns))  # a stream's first options come with every message
+    key_columns = list(dict.fromkeys(message.key_columns))  # merging repeats a stream's first options in each message
     if taken := set(key_columns) & set(column_names(options.outputs)):
-        raise InvalidInput(f"Key columns may not be called {sorted(taken)}: columns of the answer are")
+        raise InvalidInput(f"Key columns must not be called {sorted(taken)}: columns of the answer have these names")
 
     def read(ipc: bytes | memoryview, limits: _Limits) -> ReadTable:
         batches = read_inputs(ipc, limits.decoded_bytes, limits.check_rows, kind, key_columns, limits.go_on, files)
         inputs = _inputs_of(dispatcher, batches, limits.go_on)
         limits.check_held(held_bytes := max_token_bytes(model, options.outputs, inputs))
-        rows, keys, refused = batches.rows, batches.keys, batches.refused  # the rows as they were read end here
+        rows, keys, refused = batches.rows, batches.keys, batches.refused  # `write` must not keep the inputs alive
 
         def write(job: Job) -> memoryview:
             columns = reply_columns(model, form, job, job.errors | refused)
@@ -243,7 +242,7 @@ def _serve_table(
         return table, counted(table.inputs, options)
 
     async def run() -> None:
-        dispatcher.engine.check(options)  # before the table is read, and for `noop`, which the engine never sees
+        dispatcher.engine.check(options)  # before reading the table, and for `noop`, which does not reach the engine
         limits = _Limits(dispatcher, call, options, form)
         is_short = len(ipc) <= _SMALL_TABLE_BYTES
         size = limits.size(ipc) if is_short else await dispatcher.read_off_loop(call, limits.size, ipc)
@@ -289,7 +288,7 @@ def _aligned(ipc: bytes | memoryview) -> bytes | memoryview:
 
 
 class _Limits:
-    """Bounds of one table: its decoded bytes, the vectors per token held for it, its reply, and its call's time."""
+    """Limits of one table: decoded bytes, held vectors per token, reply bytes, and the time of its call."""
 
     def __init__(self, dispatcher: Dispatcher, call: MethodCall, options: InferOptions, form: ArrowReplyForm) -> None:
         self.go_on = partial(dispatcher.check_awaited, call)
@@ -393,11 +392,9 @@ def response_head(ipc_bytes: int) -> bytes:
     return b"\x0a" + varint(ipc_bytes)
 
 
-# Columns of a reply.
-
 _ORDER = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR, Output.TOKENS, Output.SCORES)
 _OFFSET_BYTES = _NUMBER_BYTES = 4
-# As tei-manager; each row adds one to the indices.
+# The placeholder of tei-manager; each row adds one to the indices.
 _NOOP_INDICES = np.array([0, 100, 200], np.uint32)
 _NOOP_VALUES = np.array([1.0, 0.5, 0.25], np.float32)
 

@@ -1,7 +1,7 @@
-"""Validating bodies of any size with pydantic: lists fail at their first fault, and long ones are validated in slices.
+"""Validates bodies of any size with pydantic: lists fail at their first fault, and long ones are validated in slices.
 
-One call of pydantic holds the GIL until it returns, except where it calls Python. `large_validator` has it call Python
-for each list, which gives the list back in slices: other threads get the GIL between two of them.
+A call of pydantic holds the GIL until it returns or calls Python. `_large_validator` makes it call Python for each
+list, which validates the list in slices, so other threads get the GIL in between.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pydantic import BaseModel, ValidationError, create_model
 from pydantic_core import InitErrorDetails, PydanticCustomError, SchemaValidator, core_schema
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-# Elements of a list that are validated in one call: some milliseconds where each is an object.
+# Elements of a list validated in one call: some milliseconds if each is an object.
 _SLICE = 512
-# Keys of a schema that hold no schemas.
+# Keys of a schema that contain no schemas.
 _OPAQUE = frozenset({"cls", "metadata", "serialization", "default", "function", "config"})
 
 

@@ -1,4 +1,4 @@
-"""Calls of a worker, each from its arrival to its one reply, and `Submission`: the engine jobs of one."""
+"""Calls of a worker, from arrival to reply, and `Submission`: the engine jobs of a call."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from teimgr.wire.text_column import SharedTexts, TextColumn
 MAX_CALL_S = 3600.0
 _NUMBER_BYTES = 4
 _TABLE_FIELD = "arrow_ipc"
-# Queued if the worker is full, even without `Flag.WAIT`, as in TEI, which refuses other unary calls at once.
+# Methods that are queued if the worker is full, even without `Flag.WAIT`. TEI refuses other unary calls at once.
 _ALWAYS_WAITING = frozenset({Method.RERANK, Method.RERANK_STREAM})
-# May wait like messages of streams, but count as requests: a unary call, or a whole table.
+# Methods that may wait like messages of streams, but count as requests.
 _WAITING_REQUESTS = frozenset({Method.RERANK, Method.EMBED_ARROW, Method.EMBED_SPARSE_ARROW, Method.INFER_ARROW})
-# Tokens of an input beyond its characters: special tokens, a prompt, the padding of a query.
+# Tokens of an input in addition to one per character: special tokens, a prompt, the padding of a query.
 _EXTRA_TOKENS = 64
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -58,19 +58,19 @@ class CallReply(NamedTuple):
     payload: Payload
     timings: Timings | None = None
     head: bytes = b""
-    """Bytes that are sent before the payload."""
+    """Bytes to send before the payload."""
 
 
 class DeferredReply(NamedTuple):
-    """A reply that takes so long to encode that a codec thread runs `encode`, so that other replies need not wait for
-    it. If it `pools` tokens, a dedicated thread runs it, so that codecs are not held up either.
+    """A reply that is slow to encode: a codec thread runs `encode`, so that other replies do not wait. If it `pools`
+    tokens, a dedicated thread runs it, so that the codec threads stay free.
     """
 
     encode: Callable[[], CallReply]
     pools: bool = False
 
 
-# Encoding more numbers than this takes over a millisecond, so it is done on a codec thread.
+# A codec thread encodes replies with more numbers than this, which takes over a millisecond.
 MANY_NUMBERS = 2**16
 
 
@@ -82,9 +82,9 @@ def number_count(job: Job) -> int:
 
 
 INTERACTIVE_TOKENS = 4096
-"""Requests with more estimated tokens are computed in the bulk lane, unless the caller has chosen a lane."""
+"""Requests with more estimated tokens run in the bulk lane, unless the caller has chosen a lane."""
 _CHARS_PER_TOKEN = 4
-_CHEAP_BYTES = INTERACTIVE_TOKENS * 3  # one text of this size is below the limit in any case
+_CHEAP_BYTES = INTERACTIVE_TOKENS * 3  # one text of this size is always below the limit
 
 
 def lane_of(chars: int, texts: int, max_length: int, image_tokens: int = 0) -> Lane:
@@ -96,12 +96,14 @@ def lane_of(chars: int, texts: int, max_length: int, image_tokens: int = 0) -> L
 
 
 class WorkerCall:
-    """A request that is owed exactly one `reply` or `fail`, both on the loop's thread; subclasses implement them.
+    """A request that gets exactly one `reply` or `fail`, both on the loop's thread; subclasses implement them.
 
-    `deadline` is a `time.monotonic` value, `MAX_CALL_S` from now if None is given; `size_bytes` is the size of the
-    request. `has_deadline`: the client gave one, as the mux does for every unary call. `may_wait`: queue it if the
-    worker is full, instead of refusing it. `streamed`: a message of a stream, which TEI does not count as a request.
-    `turns_of`: the caller in whose turns its work runs (`TURNS_OF`).
+    Attributes:
+        deadline: A `time.monotonic` value, by default `MAX_CALL_S` from now.
+        has_deadline: Whether the client gave one, as the mux does for every unary call.
+        may_wait: Whether to queue it, instead of refusing it, if the worker is full.
+        streamed: Whether it is a message of a stream, which TEI does not count as a request.
+        turns_of: The caller in whose turns its work runs (`TURNS_OF`).
     """
 
     __slots__ = (
@@ -191,7 +193,7 @@ class WorkerCall:
 class MethodCall(WorkerCall):
     """A call of a method of `wire/frames.py`; `payload` is its serialised message of `size_bytes`.
 
-    `flags` are the flags of the request's frame; `fixed_lane` is the lane that they name, None if they leave it open.
+    `flags` are the flags of the request's frame; `fixed_lane` is the lane that they name, if any.
     """
 
     __slots__ = ("_parsed", "fixed_lane", "method", "payload")
@@ -203,7 +205,7 @@ class MethodCall(WorkerCall):
         streamed = may_wait and method not in _WAITING_REQUESTS
         super().__init__(len(payload), lane, deadline, may_wait=may_wait, streamed=streamed)
         if method == Method.HTTP:
-            self.has_deadline = False  # HTTP has none: `deadline` is the gateway's limit
+            self.has_deadline = False  # HTTP has no deadlines: `deadline` is the gateway's limit
         self.method = method
         self.payload = payload
         self._parsed: Message | None = None
@@ -217,7 +219,7 @@ class MethodCall(WorkerCall):
         """Return the payload as a protobuf message of type `kind`; raises InvalidInput as `parsed`."""
         if self._parsed is None:
             return parsed(kind, self.payload, most_fields)
-        found, self._parsed = self._parsed, None  # which takes as much memory as the payload
+        found, self._parsed = self._parsed, None  # frees it early: it takes as much memory as the payload
         return cast(MessageT, found)
 
     def parse(self, kind: type[Message], most_fields: int) -> None:
@@ -249,7 +251,7 @@ def parsed(kind: type[MessageT], payload: Slice, most_fields: int = MAX_FIELDS) 
     stops = _stops_of_pieces(kind, payload, most_fields) if len(payload) > UNCOUNTED_BYTES else [len(payload)]
     try:
         if len(stops) <= 1:
-            return kind.FromString(cast(bytes, payload))  # it may be a bytearray; a view would be copied
+            return kind.FromString(cast(bytes, payload))  # also takes a bytearray; a view would be copied
         message, begin = kind(), 0
         for stop in stops:
             message.MergeFromString(bytes(payload[begin:stop]))
@@ -259,7 +261,7 @@ def parsed(kind: type[MessageT], payload: Slice, most_fields: int = MAX_FIELDS) 
         raise InvalidInput(f"Malformed {kind.DESCRIPTOR.full_name}: {error}") from error
 
 
-# Bytes of fields that protobuf's parser reads in one call while it holds the GIL: at most 8 ms for a larger text.
+# Bytes of fields that protobuf parses in one call, which holds the GIL; the largest text takes 8 ms.
 _PIECE_BYTES = 2 * 2**20
 
 
@@ -301,9 +303,9 @@ class AwaitedReply:
 
     def fail(self, error: TeimgrError) -> None:
         if not self.answer.done():
-            # The error must not keep its traceback, whose frames refer to this call: the cycle would keep the payload.
+            # Without its traceback, whose frames refer to this call: the cycle would keep the payload.
             self.answer.set_exception(error.with_traceback(None))
-            self.answer.exception()  # marked as retrieved, else asyncio logs the failure of a cancelled call
+            self.answer.exception()  # marks it retrieved: asyncio would log the failure of a cancelled call
 
 
 def raise_first(job: Job) -> None:
@@ -336,7 +338,7 @@ def request_options(message: Any, output: Output | frozenset[Output], **more: An
     return InferOptions(
         frozenset((output,)) if isinstance(output, Output) else output,
         truncate=message.truncate,
-        # A message without the field reads as RIGHT too, so RIGHT means the side that the model's files name.
+        # An absent field also reads as RIGHT, so RIGHT means the default side of the model's files.
         truncation_left=direction == tei_pb2.TRUNCATION_DIRECTION_LEFT,
         **more,
     )
@@ -385,9 +387,9 @@ class Part(NamedTuple):
     inputs: Sequence[Input]
     options: InferOptions
     chars: int = -1
-    """Their characters, if the reading thread counted them: the loop would take 20 ms for 60,000 pairs."""
+    """Their characters, if the reading thread counted them; 60,000 pairs would hold the loop for 20 ms."""
     media_tokens: int = -1
-    """The tokens of their images and sounds, likewise."""
+    """The tokens of their images and sounds, if the reading thread counted them."""
 
 
 def counted(inputs: Sequence[Input], options: InferOptions, rows: Sequence[int] | None = None) -> Part:
@@ -407,9 +409,9 @@ def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[P
 class Submission:
     """The engine jobs of one call, one per part. `complete` runs on the finisher's thread, all else on the loop.
 
-    Several parts are supported only for the SCORES output. `has_waited`: it queued for admission, or its inputs were
-    read, after its wait was estimated, so the wait is estimated again. `result_bytes` is the size of what the jobs keep
-    until they are answered, None if it is to be estimated from their inputs.
+    Several parts are supported only for the SCORES output. If it `has_waited`, for admission or for its inputs to be
+    read, its wait is estimated again. `result_bytes` is the size of the results that the jobs hold until the reply,
+    by default estimated from their inputs.
     """
 
     __slots__ = ("_unfinished", "accounts", "call", "encode", "has_waited", "jobs", "parts", "result_bytes")
@@ -457,7 +459,7 @@ class Submission:
         self._unfinished -= 1
         if self._unfinished:
             return None
-        # A job refers to its submission: the cycle would keep results in memory until the next garbage collection.
+        # Breaks the cycle of job and submission, which would keep results until the next garbage collection.
         jobs, self.jobs = self.jobs, []
         return jobs[0] if len(jobs) == 1 else _joined(self.parts, jobs)
 

@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 
 log = logging.getLogger(__name__)
 
-# Numbers of the two ends among the shared sockets; the other numbers are ports.
+# Numbers of the two ends among the shared sockets; positive numbers are ports.
 RECEIVE_END = -1
 SEND_END = -2
 
 
 class ConnectionQueue:
-    """A pair of connected sockets. Every worker of the instance has both ends, so that any serving worker takes the
-    connections that a leaving one passes on. A message is a port number, with the connection as ancillary data.
+    """A pair of connected sockets. Every worker of the instance has both ends, so any serving worker takes connections
+    from a leaving one. A message is a port number, with the connection as ancillary data.
 
-    `shared` are the sockets from another worker; the first of an instance makes the pair.
+    `shared` are the sockets from another worker; the first worker of an instance makes the pair.
     """
 
     def __init__(self, shared: Mapping[int, socket.socket]) -> None:
@@ -70,7 +70,7 @@ class ConnectionQueue:
         """Receive one connection, leaving the rest to idle workers of the instance; False if none came."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self._receive, 16, 1)
-        except BlockingIOError:  # another worker has taken it
+        except BlockingIOError:  # another worker took it
             return False
         for descriptor in descriptors:  # empty if the limit of open files is reached
             take(int(message), socket.socket(fileno=descriptor))
@@ -85,7 +85,7 @@ class ConnectionQueue:
                 self._loop.add_writer(self._send, self._send_waiting)
                 return
             except OSError as error:
-                log.warning("a connection is closed that could not be passed on: %s", error)
+                log.warning("passing on a client connection failed, closing it: %s", error)
             self._waiting.popleft()
             connection.close()
         self._loop.remove_writer(self._send)

@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Bounds on a worker's memory: bytes of admitted calls, as a multiple of the largest payload; and calls that wait.
+# Limits on a worker's memory: bytes of admitted calls, as a multiple of the largest payload; number of waiting calls.
 _MAX_PAYLOADS = 8
 _MAX_QUEUED = 65536
-# Inputs of a call that are freed on a thread: 90,000 pairs would hold the loop for 20 ms.
+# With more inputs, those of a call are freed on a thread: 90,000 pairs would hold the loop for 20 ms.
 _MANY_INPUTS = 10_000
-# A call is refused at once if its answer is expected after this part of the time to its deadline. The estimate may be
-# wrong by a quarter, and an answer that comes just too late has cost as much as one in time.
+# A call is refused if its answer is expected after this part of the time to its deadline. The margin is for errors of
+# the estimate: an answer after the deadline costs as much as one before it.
 _PART_OF_DEADLINE = 0.75
-# With fewer calls than this in the worker, a call without a deadline is not refused for its expected wait: so few calls
-# are one patient client with large batches, not an overload.
+# With fewer calls in the worker, one without a deadline is not refused for its expected wait: a few calls are one
+# patient client with large batches, not an overload.
 _PATIENT_CALLS = 8
 
 ResultT = TypeVar("ResultT")
@@ -57,13 +57,13 @@ class Dispatcher:
 
     The stages, in the order of the methods:
 
-    1. Admission (`serve`, `infer`, `admit`): the wait is estimated, then calls and payload bytes are limited. Calls
-       that may wait are queued.
+    1. Admission (`serve`, `infer`, `admit`): estimates the wait, then limits calls and payload bytes. Calls that may
+       wait are queued.
     2. Result memory (`_enter`): calls whose results grow with every token wait until the result budget has room.
-    3. The engine (`_start`): one job per part, checked by `Engine.submit`. Calls that came in the same turn of the loop
-       start together at its end, as one batch; a batch of a few queries is usually computed right there.
-    4. Encoding (`deliver`): where the engine finishes; very large replies on a codec thread (`_encode_deferred`).
-    5. The reply (`_finish`, `answer`): everything the call holds is released first.
+    3. The engine (`_start`): one job per part, checked by `Engine.submit`. Calls that arrived in the same turn of the
+       loop start together at its end, as one batch; a batch of a few queries is usually computed right there.
+    4. Encoding (`deliver`): on the engine's thread; very large replies on a codec thread (`_encode_deferred`).
+    5. The reply (`_finish`, `answer`): first releases everything that the call holds.
 
     An error at any stage is sent as the reply. Calls are UNAVAILABLE before `attach` and after `stop_accepting`.
     """
@@ -78,7 +78,7 @@ class Dispatcher:
         self._engine: Engine | None = None
         self._closed = False
         self.taken = 0
-        """Number of calls, and of messages of streams, since the start."""
+        """Number of calls and stream messages since the start."""
         self._call_limiter = CallLimiter(
             self._fail,
             max_calls=spec.max_concurrent_requests + spec.max_waiting,
@@ -87,24 +87,24 @@ class Dispatcher:
             max_waiting_bytes=self.max_bytes,
         )
         self._interactive = InteractiveCalls()
-        # Bytes of messages from the instance port until they become calls, and of replies until clients have read them.
+        # Bytes of the instance port's messages until they become calls, and of replies until clients have read them.
         self.port_budget = ByteBudget(self.max_bytes)
         self._result_budget = CallLimiter(self._fail, max_bytes=self.max_bytes)
         self._decoded_budget = CallLimiter(self._fail, max_bytes=self.max_bytes)
-        self.max_length = 0  # maximum tokens of a text, once the model is loaded
-        self.space_headers: dict[str, str] = {}  # headers of each reply, once the model is loaded
+        self.max_length = 0  # maximum tokens of a text; set by `attach`
+        self.space_headers: dict[str, str] = {}  # headers of each reply; set by `attach`
         self.space_marks: Marks = ()
-        # The memory or codec thread that a task of an admitted call waits for, until the call ends.
+        # Futures, for memory or a codec thread, that tasks of admitted calls await.
         self._awaiting: dict[WorkerCall, asyncio.Future[Any]] = {}
         self._submissions: dict[WorkerCall, Submission] = {}
         self._starting: list[Submission] = []  # calls of this turn of the loop
         self._answering: dict[WorkerCall, asyncio.Task[None]] = {}  # calls that `run` answers
         self._tasks: set[asyncio.Task[None]] = set()
         self.turns = WorkTurns()
-        """Work on the worker's loop, in turns by caller: reading bodies, beginning calls of links."""
+        """Turns of callers on the worker's loop, for reading bodies and starting calls of links."""
         self._codec = SharedThreads(2, "codec")
         self._tokenizing = StepThread("tokenize")
-        self._pooling = SharedThreads(1, "pooling")  # of tokens
+        self._pooling = SharedThreads(1, "pooling")  # token pooling
         self._rereading = StepThread("reread")
         self.fetcher = _link_fetcher(spec)
         self._renderer: PageRenderer | None = None
@@ -152,7 +152,7 @@ class Dispatcher:
         self._interactive.enter(call, self._tenants.share(call))
         submission = Submission(call, (Part(range(len(inputs)), inputs, options),), encode)
         self.admit(call, partial(self._enter, submission), submission.jobs)
-        submission.wait()  # if it has not entered by now
+        submission.wait()  # no-op if it was admitted
 
     def admit(self, call: WorkerCall, proceed: Callable[[], None], jobs: Sequence[Job] = ()) -> None:
         """Run `proceed` once `call` is admitted; at once if it was admitted before its message was parsed.
@@ -161,7 +161,7 @@ class Dispatcher:
         """
         if call in self._call_limiter:
             try:
-                self._check_wait(call, jobs, self._patience_s(call))  # again: its lane is known by now
+                self._check_wait(call, jobs, self._patience_s(call))  # again, since its lane is known now
                 proceed()
             except Exception as error:
                 self._fail(call, error)
@@ -274,7 +274,7 @@ class Dispatcher:
                 found = await result
             finally:
                 self._awaiting.pop(call, None)
-                del result  # an error refers to this frame, so the result would be in a reference cycle
+                del result  # an error refers to this frame: breaks the cycle that would keep the result
         self.check_awaited(call)
         return found
 
@@ -324,7 +324,7 @@ class Dispatcher:
         for part in parts:
             self.engine.check(part.options)
         prompt, width = self.engine.tokenizer.lists, self.engine.info.multi_vector_dimension
-        assert prompt is not None  # of a listwise model
+        assert prompt is not None  # set for listwise models
         check = partial(self.check_awaited, call)
         lists = await self.on_tokenizer_thread(lists_of, parts)
         prompts = await prompts_of(lists, prompt, self.on_tokenizer_thread, check)
@@ -340,7 +340,7 @@ class Dispatcher:
         starting, self._starting = self._starting, []
         engine = self.engine
         for submission in starting:
-            if submission.call not in self._call_limiter:  # cancelled since
+            if submission.call not in self._call_limiter:  # cancelled meanwhile
                 continue
             try:
                 self._tenants.charge(submission)
@@ -361,7 +361,7 @@ class Dispatcher:
             if job.account is not None:
                 job.account.settle(job.tokens)
             if job.refused is not None:
-                submission.cancel()  # its other jobs, which are refunded with the answer
+                submission.cancel()  # cancels its other jobs; the answer refunds them
                 outcomes.append((submission.call, job, job.refused))
                 continue
             if (whole := submission.complete()) is None:
@@ -431,7 +431,7 @@ class Dispatcher:
             return await self._tokenizing.run(steps)
 
     async def _encode_deferred(self, call: WorkerCall, job: Job, deferred: DeferredReply) -> None:
-        if call in self._call_limiter:  # it stays in the limiter: its memory is at its largest now
+        if call in self._call_limiter:  # it leaves the limiter only after encoding, when it holds the most memory
             with short_turns():
                 threads = self._pooling if deferred.pools else self._codec
                 reply = await threads.run(deferred.encode)
@@ -475,7 +475,7 @@ class Dispatcher:
     def _finish(self, call: WorkerCall, job: Job, outcome: CallReply | TeimgrError) -> None:
         call.add_stats(job)
         error = outcome if isinstance(outcome, TeimgrError) else None
-        if (submission := self._submissions.get(call)) is not None:  # first: a client with its answer finds it counted
+        if (submission := self._submissions.get(call)) is not None:  # first: clients find answered calls counted
             self._tenants.finished(submission, job, error)
         if not self.answer(call, outcome):
             return
@@ -502,11 +502,11 @@ class Dispatcher:
             if submission.accounts:
                 submission.settle()
             many = [part.inputs for part in submission.parts if len(part.inputs) > _MANY_INPUTS]
-            if many:  # once nothing else here refers to them
+            if many:  # scheduled, so that no frame here refers to them
                 self._loop.call_soon(self._free_on_codec_thread, many)
         self._result_budget.leave(call)
         if (awaited := self._awaiting.pop(call, None)) is not None:
-            awaited.cancel()  # ends the task that waits
+            awaited.cancel()  # ends the waiting task
         self._decoded_budget.leave(call)
         self._interactive.leave(call)
         was_held = self._call_limiter.leave(call)
@@ -515,7 +515,7 @@ class Dispatcher:
 
     def _spawn(self, call: WorkerCall, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
-            # This context must not inherit that of the call whose end admitted this one.
+            # Not the context of the call whose end admitted this one.
             CURRENT.set(call.context)
             TURNS_OF.set(call.turns_of)
             try:
@@ -568,7 +568,7 @@ def _link_fetcher(spec: WorkerSpec) -> LinkFetcher | None:
     """Return the fetcher of files that requests link to; None if the settings allow no host."""
     if not spec.media_url_hosts:
         return None
-    from teimgr.worker.media_links import LinkFetcher  # whose client no other worker needs
+    from teimgr.worker.media_links import LinkFetcher  # here: its HTTP client is needed only with this setting
 
     return LinkFetcher(spec.media_url_hosts, spec.media_url_networks, spec.max_message_bytes)
 

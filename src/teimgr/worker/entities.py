@@ -19,8 +19,8 @@ _ONE_TOKEN_CHARS = 10_000
 
 
 class Entity(TypedDict, total=False):
-    """A token with its `entity`, or a group of tokens with its `entity_group`; `word` is the text from character
-    `start` to `end`.
+    """A token with its `entity`, or a group of tokens with its `entity_group`; `word` is the text from `start` to
+    `end`, in characters.
     """
 
     entity: str
@@ -57,7 +57,7 @@ def entities(
     its first label, so "L-X" and "U-X" of other schemes are each a group of X.
     """
     if not isinstance(text, str):
-        return []  # the characters of token ids are not known
+        return []  # token ids have no character positions
     found = list(_tokens(text, probabilities(logits), labels, tokenizer, left))
     if how == "none":
         return [
@@ -91,7 +91,7 @@ def _tokens(
     if 0 < len(text) - len(kept) <= _ONE_TOKEN_CHARS and len(whole := tokenizer.tokenize(text, True, "")) == len(
         scores
     ):
-        kept, spans = text, whole  # a word without known pieces is one token of any length
+        kept, spans = text, whole  # a word of unknown pieces is one token of any length
     rows = range(len(spans)) if len(spans) <= len(scores) or not left else range(len(scores) - len(spans), len(scores))
     before = len(text) - len(kept) if left else 0
     characters = _character_places(kept)

@@ -1,7 +1,6 @@
 """gRPC on the instance port: dispatch of each RPC by its shape, statuses, API key, health and reflection.
 
-Imported only after the fork, which keeps the fork server small. Workers do not load grpcio, which starts threads of
-its own.
+Imported only after the fork, which keeps the fork server small. Workers do not load grpcio, which starts threads.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods import handle
 
 _BY_PATH = {rpc.path: rpc for rpc in RPCS if rpc.service.startswith(f"{TEI_PACKAGE}.")}
-# The part of the port's budgets, for received messages and unread replies, that one connection may hold.
+# One connection may hold this part of the port's budgets for received messages and unread replies.
 _CONNECTION_SHARE = 4
-# Messages of one stream in flight; the default of TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.
+# Messages of one stream in flight, as TEI's default of GRPC_MAX_PARALLEL_STREAM_REQUESTS.
 _WINDOW = 1024
-# Longest wait for the next message of a collected stream, since the earlier ones are held in memory.
+# Limit on the wait for the next message of a collected stream, whose earlier messages are held in memory.
 _PAUSE_S = 30.0
-# The engine's only `on_fault` callback is the worker process's, set before this port exists, so watches poll its flag.
+# Watches poll the engine's health flag: its only `on_fault` callback belongs to the worker process.
 _HEALTH_POLL_S = 1.0
 _ALWAYS_SERVING = ("", "tei.v1.Info", "tei.v1.Tokenize")
 _KINDS_OF_SERVICE = {
@@ -83,7 +82,7 @@ class GrpcCall(AwaitedReply, MethodCall):
 
 
 class PortStream(RpcStream):
-    """An RPC of tei.v1; `unread` are the replies that the client of its connection has not read."""
+    """An RPC of tei.v1; `unread` counts the replies that the client of its connection has not read."""
 
     def __init__(
         self, rpc: Rpc, stream: Stream, max_message_bytes: int, budget: ByteBudget, unread: UnreadReplies
@@ -123,7 +122,7 @@ class GrpcPort:
         self._health = PortHealth(dispatcher)
         self._reflection = Reflection((tei_pb2.DESCRIPTOR,))
         self._calls = StandardCalls()
-        self._unread = ByteBudget(dispatcher.port_budget.limit_bytes)  # by the clients of all connections
+        self._unread = ByteBudget(dispatcher.port_budget.limit_bytes)  # unread replies of all connections
         self._standard: dict[str, Callable[[RpcStream], Awaitable[None]]] = {
             f"/{health_reflection.HEALTH_SERVICE}/Check": self._check_health,
             f"/{health_reflection.HEALTH_SERVICE}/Watch": self._watch_health,
@@ -143,7 +142,7 @@ class GrpcPort:
             inference = _BY_PATH.get(path)
             if inference is None and path not in self._standard and not is_rpc(dict(stream.headers)):
                 return http.serve(stream)
-            stream.connection.keep_open()  # channels stay open for long
+            stream.connection.keep_open()  # gRPC channels stay open while idle
             limit = self._dispatcher.spec.max_message_bytes
             rpc: RpcStream
             if inference is None:
@@ -162,7 +161,7 @@ class GrpcPort:
     async def _serve(self, stream: RpcStream) -> None:
         """Answer one RPC; the only place that turns failures into statuses."""
         context = RequestContext.from_headers(stream.metadata)
-        CURRENT.set(context)  # for this task, which serves nothing else
+        CURRENT.set(context)  # this task serves nothing else
         TURNS_OF.set(stream.stream.connection.caller)
         if stream.http_refusal:
             await stream.refuse(stream.http_refusal)
@@ -232,12 +231,12 @@ class GrpcPort:
         finally:
             call.cancel()
             held.release()
-            del call  # else the call, its error and this frame are a cycle that keeps the payload
+            del call  # breaks the cycle of call, error and this frame, which would keep the payload
 
     def _start(self, rpc: Rpc, payload: Octets, flags: int, deadline: float | None, stream: PortStream) -> GrpcCall:
         call = GrpcCall(self._dispatcher, rpc.worker_method(), payload, flags, deadline)
         handle(self._dispatcher, call)
-        stream.charge.release()  # the dispatcher counts the payload from here on
+        stream.charge.release()  # from now on the dispatcher counts the payload
         return call
 
     async def _check_health(self, stream: RpcStream) -> None:

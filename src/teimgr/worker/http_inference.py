@@ -1,7 +1,7 @@
 """HTTP inference, shared by all dialects: bodies, calls through the dispatcher, parts of JSON answers. No sockets.
 
-The instance's own port and the frames of the daemon's gateway both end in `HttpInference`. Unions in bodies are tried
-from left to right and the first match wins, as in TEI: `[1, 2]` is one input of two ids, `[]` is one of no ids.
+The instance's own port and the frames of the daemon's gateway both call `HttpInference`. As in TEI, the first matching
+member of a union is used: `[1, 2]` is one input of two ids, `[]` one of no ids.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ if TYPE_CHECKING:  # importing the tokenizer imports torch
 
 JSON = "application/json"
 
-# Batch limit of dialects that document none.
+# Batch limit of dialects that document no limit.
 MAX_INPUTS = 10_000
-# Jobs of one request that are started in one turn of the event loop: some milliseconds.
+# Jobs of one request started in one turn of the event loop: some milliseconds.
 _JOBS_AT_ONCE = 32
 _U32_MAX = 2**32 - 1
 _NO_MATCH = "no_match"
@@ -65,7 +65,7 @@ MISMATCH = "data did not match any of its forms"
 
 
 class _FirstMatch:
-    """Annotation of a union: members are tried from left to right, and a mismatch is one error, not one per member."""
+    """Annotation of a union that tries its members from left to right and reports a mismatch as one error."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         union = handler(source)
@@ -79,7 +79,7 @@ _FIRST_MATCH = _FirstMatch()
 U32 = Annotated[int, Field(ge=0, le=_U32_MAX)]
 # Strict even in a lenient body: "12" is a text, never a token id.
 _Id = Annotated[int, Field(strict=True, ge=0, le=_U32_MAX)]
-# A list of another type fails at its first element: thousands of errors are not collected before the next member.
+# A list of another type fails at its first element, instead of collecting thousands of errors.
 Ids = Annotated[list[_Id], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 OneOrTwo = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=True)]
@@ -96,7 +96,7 @@ TruncationDirection = TypeAliasType(
     "TruncationDirection",
     Annotated[Literal["Left", "left", "Right", "right"], WithJsonSchema({"type": "string", "enum": ["Left", "Right"]})],
 )
-# An object of any content: pydantic would visit each of 50,000 members in one call.
+# An object with any content, not validated: pydantic would visit 50,000 members in one call.
 AnyObject = InstanceOf[dict[str, Any]]
 PoolFactor = Annotated[
     float,
@@ -111,7 +111,7 @@ ExpectedSpace = Annotated[
     str | None,
     Field(description="the space, or <space>/<precision>, that the vectors must be of; else nothing is computed"),
 ]
-"""The body's field of that name in dialects that allow it; the others only have the header."""
+"""The field `expect_fingerprint` of dialects that allow it; others have only the header."""
 
 
 class Body(BaseModel):
@@ -129,14 +129,14 @@ class Body(BaseModel):
 class LenientObject(Body):
     """A JSON object whose values are converted as in pydantic's lax mode: `"3"` to an integer, `"true"` to a boolean.
 
-    For dialects whose own servers parse so (vLLM, which speaks Cohere's too, Infinity, Jina): some clients rely on it.
+    Some clients rely on this in dialects whose own servers do it: vLLM, which also serves Cohere's, Infinity, Jina.
     """
 
     model_config = ConfigDict(strict=False)
 
 
 class LenientBody(LenientObject):
-    """A whole body of these dialects."""
+    """A body with values converted like `LenientObject`."""
 
     expect_fingerprint: ExpectedSpace = None
 
@@ -145,9 +145,9 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 class BadRequest(Exception):
-    """A request whose body cannot be read: HTTP status, sentence, and the field at fault if there is one.
+    """A request whose body is invalid: HTTP status, message, and the field at fault if there is one.
 
-    `input_index` is the index of the input at fault, for TEI's dialects, whose sentences do not name it.
+    `input_index` is the index of the input at fault, for TEI's dialects, whose messages do not name it.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, input_index: int | None = None) -> None:
@@ -179,12 +179,12 @@ def broken_text(body: Buffer) -> BadRequest | None:
 
 
 class BodyFormat(NamedTuple):
-    """How a body is decoded, and a dialect's sentence for an undecodable one, in which `{}` is the decoder's error.
+    """How a body is decoded, and the message for an undecodable one, in which `{}` is the decoder's error.
 
-    `decode_large` decodes large bodies on a thread, since `decode` holds the GIL until it is done. `reparse` reads a
-    body in steps by the rules of the dialect's own parser, if they differ from `parse`. It is called with the request
-    class and None for bodies that `parse` refuses, and with what `parse` found for those that `is_ambiguous`. It is
-    slow, and raises BadRequest.
+    `decode_large` decodes large bodies on a thread, since `decode` holds the GIL throughout. `reparse` reads a body in
+    steps by the rules of the dialect's own parser, if they differ from `parse`. It gets the request class, and None for
+    bodies that `parse` refuses or the result of `parse` for those that are `is_ambiguous`. It is slow, and raises
+    BadRequest.
     """
 
     decode: Callable[[Buffer], Any] = orjson.loads
@@ -220,7 +220,7 @@ def parse(kind: type[BodyT], body: Buffer, body_format: BodyFormat = JSON_BODY) 
     return found if is_sure and found is not None else json_scan.completed(_reparse(kind, body, body_format, found))
 
 
-# Fields that carry images, sounds or a chat in one of the APIs.
+# Fields for images, sounds or chats in any of the APIs.
 _MEDIA = frozenset(
     (
         *("image", "images", "image_url", "image_urls", "audio", "audios", "audio_url", "audio_urls", "input_audio"),
@@ -234,7 +234,7 @@ class NotOfRoute(BadRequest):
 
 
 def _check_media(kind: type[Body], value: Any) -> None:
-    if not isinstance(value, dict) or value.keys().isdisjoint(_MEDIA):  # looks these up, however many keys there are
+    if not isinstance(value, dict) or value.keys().isdisjoint(_MEDIA):  # takes time by `_MEDIA`, not by the keys
         return
     for name in sorted((value.keys() & _MEDIA) - kind.model_fields.keys()):
         if value[name] not in (None, "", [], {}):
@@ -337,7 +337,7 @@ def engine_inputs(inputs: str | Sequence[Any], limit: int = MAX_INPUTS) -> list[
 
 
 class TooManyInputs(InvalidInput):
-    """A batch of more inputs than the dialect allows."""
+    """The batch has more inputs than the dialect allows."""
 
     def __init__(self, given: int, message: str) -> None:
         super().__init__(message)
@@ -353,8 +353,8 @@ def check_count(count: int, limit: int = MAX_INPUTS) -> None:
 def _engine_input(one: str | Sequence[int]) -> EngineInput:
     if isinstance(one, str):
         return one
-    # No vocabulary reaches the upper half of what TEI allows: it becomes negative here, and the engine refuses it.
-    return np.asarray(array("I", one)).view(np.int32)  # numpy itself takes a list's numbers three times as long
+    # The upper half of TEI's range becomes negative, which the engine refuses: vocabularies are smaller.
+    return np.asarray(array("I", one)).view(np.int32)  # numpy's conversion of a list takes three times as long
 
 
 def to_json(value: object, weight: int | None = None) -> bytes:
@@ -398,11 +398,9 @@ def best_first(scores: NDArray[np.float32], top_n: int | None = None) -> list[in
     return order[:top_n]
 
 
-# Calls.
-
-# Larger bodies, or those with more lists and objects, are read in pieces on a codec thread: 9,000 objects take 20 ms.
+# A codec thread reads bodies that are larger or have more lists and objects, in pieces: 9,000 objects take 20 ms.
 _LARGE_BODY_BYTES, _FEW_CONTAINERS = 128 * 1024, 2048
-# Larger bodies that the format's own parser reads again are read on a thread: that takes a microsecond per byte.
+# Larger bodies are reparsed on a thread, which takes a microsecond per byte.
 _REPARSED_BYTES = 512
 
 # Names of prompts for queries and for documents, in order of preference.
@@ -435,7 +433,7 @@ class JobSpec:
     """Inputs and options of an engine job, and the encoder of its answer when no input failed.
 
     `limit` is the dialect's limit on inputs per request. `encode` is None if the answer is made of several jobs
-    (`HttpInference.jobs`); `is_slow`: encoding takes longer than its count of numbers suggests.
+    (`HttpInference.jobs`). `is_slow` if encoding takes longer than its count of numbers suggests.
     """
 
     inputs: Sequence[EngineInput]
@@ -460,13 +458,13 @@ def _size_bytes(one: EngineInput) -> int:
 
 
 class HttpCall(AwaitedReply, WorkerCall):
-    """A job of an HTTP request; `job` is the finished job if it is kept unencoded."""
+    """A job of an HTTP request; `job` is the finished job if it was not encoded."""
 
     __slots__ = ("answer", "job")
 
     def __init__(self, size_bytes: int, lane: Lane, deadline: float | None = None) -> None:
         super().__init__(size_bytes, lane, deadline)
-        self.has_deadline = False  # HTTP has none: `deadline` is the gateway's limit
+        self.has_deadline = False  # HTTP has no deadlines: `deadline` is the gateway's limit
         self.answer = asyncio.get_running_loop().create_future()
         self.job: Job | None = None
 
@@ -501,7 +499,7 @@ class HttpInference:
     async def read(self, request: HttpRequest, kind: type[BodyT], body_format: BodyFormat = JSON_BODY) -> BodyT:
         """Read the request's body; raises BadRequest 415 for another content type, otherwise as `parse`."""
         found = await self._read(request, kind, body_format)
-        # `getattr` would take 20 µs for a field that a model does not declare.
+        # `getattr` would take 20 µs for an undeclared field.
         self.dispatcher.check_space(vars(found).get(EXPECT_FIELD))
         return found
 
@@ -587,7 +585,7 @@ class HttpInference:
                 calls.append(self._submit(spec, encode, is_part=bool(calls)))
             return [(calls[number], await calls[number].answer) for number in range(len(calls))]
         finally:
-            while calls:  # a call, its error and this frame would be a cycle that keeps the inputs
+            while calls:  # breaks the cycle of call, error and this frame, which would keep the inputs
                 self._give_up(calls.pop())
 
     def _give_up(self, call: HttpCall) -> None:

@@ -72,7 +72,7 @@ class PortAccess:
         self._origins = frozenset(spec.cors_allow_origin)
         self._every_page_may = not self._origins or "*" in self._origins
         self.refuses = spec.api_key is not None or not self._every_page_may
-        """True if `refusal` may refuse a request of inference."""
+        """Whether `refusal` may refuse inference requests."""
 
     def cors(self, headers: Mapping[bytes, bytes]) -> dict[str, str]:
         """The CORS headers of the response to a request."""
@@ -96,11 +96,11 @@ class PortAccess:
 
 
 class PortMiddleware:
-    """Sets the request context with its id, then CORS, then `access`. Inference does not pass here.
+    """Sets the request context with its id, then CORS, then checks `access`. Inference requests bypass it.
 
-    CORS is as in TEI: pages of the allowed origins may read replies, or all pages if none is set or one is `*`; GET and
-    POST, and `content-type` as the only header, so a page cannot send a key. Preflight requests are answered before
-    authentication.
+    CORS is as in TEI: pages of the allowed origins may read replies, or all pages if no origin is set or one is `*`.
+    They may use GET and POST, and only the header `content-type`, so a page cannot send a key. Preflight requests are
+    answered before authentication.
     """
 
     def __init__(self, app: ASGIApp, access: PortAccess) -> None:
@@ -111,7 +111,7 @@ class PortMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(reversed(scope["headers"]))  # the first of several headers of one name counts
+        headers = dict(reversed(scope["headers"]))  # the first of several headers with the same name applies
         context = RequestContext.from_headers(_text(headers))
         named = self._access.cors(headers) | {REQUEST_ID: context.request_id}
         added = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
@@ -121,7 +121,7 @@ class PortMiddleware:
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
-        if b"%" in scope["raw_path"]:  # TEI matches a path as it was sent
+        if b"%" in scope["raw_path"]:  # TEI matches the path before decoding
             scope = {**scope, "path": scope["raw_path"].decode("latin-1")}
         app = self._app
         if scope["method"] == "OPTIONS":
@@ -169,9 +169,9 @@ def _is_public(method: str, path: str) -> bool:
 
 _HEALTH_TIMEOUT_S = 5.0
 _ANSWERS_PER_TURN = 8
-# Headers from which a request context is made.
+# Headers of the request context.
 _CONTEXT = {name: name.encode() for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)}
-# The headers that inference reads.
+# Headers of inference requests.
 _CONTENT_TYPE, _CONTENT_ENCODING = b"content-type", b"content-encoding"
 _LANE, _EXPECTED = LANE_KEY.encode(), EXPECT_KEY.encode()
 # The routes of inference by the target of a request.
@@ -187,7 +187,7 @@ class InstancePort:
         self._dispatcher = dispatcher
         self._inference = HttpInference(dispatcher)
         self._in_lane = {lane.value: HttpInference(dispatcher, lane) for lane in Lane}
-        self._self_test: asyncio.Task[bool] | None = None  # of the last that asked for health
+        self._self_test: asyncio.Task[bool] | None = None  # shared by concurrent requests for health
         self._answering = Turns(_ANSWERS_PER_TURN)
         self.access = PortAccess(dispatcher.spec)
         self._cors = self.access.cors({})
@@ -196,8 +196,8 @@ class InstancePort:
         """200 with an empty body once the engine's self-test has passed."""
         if self._self_test is None or self._self_test.done():
             self._self_test = asyncio.create_task(self._passes_self_test())
-        passes = await asyncio.shield(self._self_test)  # one test for all that ask at a time: each would hold a thread
-        await self._answering.begin(sender_of(request.scope))  # thousands may have waited for the test
+        passes = await asyncio.shield(self._self_test)
+        await self._answering.begin(sender_of(request.scope))  # thousands of requests may have waited for the test
         return Response() if passes else _response(failure(TEI, Unavailable("unhealthy")))
 
     async def _passes_self_test(self) -> bool:
@@ -263,7 +263,7 @@ class InstancePort:
         except TeimgrError as error:
             return failure(_dialect(path), error)
         except BadRequest as error:
-            # TEI ignores the header, so a body that is plain despite it is served.
+            # TEI ignores the header, so a plain body is served despite it.
             fault = compression_fault(_text_of(headers, _CONTENT_ENCODING)) if error.status == 400 else None
             return (error if fault is None else BadRequest(400, fault)).reply(_dialect(path))
         except Exception as error:
@@ -313,7 +313,7 @@ def _refusal(scope: Scope, error: TeimgrError) -> ASGIApp:
 async def _without_a_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
-    if "Allow" in headers:  # in TEI's order
+    if "Allow" in headers:  # methods in TEI's order
         headers["Allow"] = _ALLOW[request.scope["path"]]
     return Response(status_code=error.status_code, headers=headers)
 

@@ -1,7 +1,7 @@
 """Images and sounds in requests: as data URIs or base64, or in the parts of a content, read off the event loop.
 
-A text is never taken for a file: only what a request marks as an image or a sound is one. Links are refused by name
-unless the daemon's settings list hosts that may be linked to (`media_links`).
+Only fields for images or sounds are read as files, never a text. Links are refused unless the daemon's settings list
+their host (`media_links`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from teimgr.worker import http_inference as http
 if TYPE_CHECKING:  # importing the engine imports torch
     from teimgr.worker.dispatcher import Dispatcher
 
-_CUT_LINK = 8192  # characters: more than `media_links` allows, few enough to hash on the event loop
+_CUT_LINK = 8192  # characters hashed on the event loop; more than `media_links` allows
 _SHOWN = 64
-_ONLY = 0  # in place of a page number: the only page
+_ONLY = 0  # page number that stands for the only page
 _PARTS = {
     "text": "`text`, a string",
     "image_url": "`image_url` with `url`, a string",
@@ -36,23 +36,23 @@ _NOTHING: tuple[Any, ...] = (None, "", [], [{"type": "text", "text": ""}])
 _ONE_MESSAGE = "needs one message with a content, and a system message with an instruction before it at most"
 _OTHER_MARKS = "\n\r\t -_"
 _PLAIN = str.maketrans("-_", "+/", "\n\r\t ")
-_STEP = 2**20  # characters of base64, decoded in one call
-_MAX_IMAGES = 8  # of an input
-_MAX_PARTS = 64  # of a content
+_STEP = 2**20  # characters of base64 decoded in one call
+_MAX_IMAGES = 8  # per input
+_MAX_PARTS = 64  # per content
 _MAX_HEAD = 256  # characters of a data URI before its comma
 _ITEMS_AT_ONCE = 32  # built in one turn of the event loop: some milliseconds
-_KEYS = frozenset(("type", "value", "text", "data", "url", "media_type", "content"))  # of an item of a type
+_KEYS = frozenset(("type", "value", "text", "data", "url", "media_type", "content"))  # of an item with `type`
 _FETCHED = ("http://", "https://")
 _LINKS = ("http:", "https:", "file:", "ftp:", "s3:", "gs:")
 
 
 class HasImages(Exception):
-    """Raised by a validator of the class for texts: the body has images, which another class reads."""
+    """Raised by a validator of a class for texts if the body has images, which another class reads."""
 
 
 class SentImage(NamedTuple):
-    """An image, or a sound by its `kind`, as sent: a data URI, base64, or bytes, and the field that it is in. With
-    a `page` it is a PDF document and that page of it, from 1; 0 stands for its only page.
+    """An image, or a sound by its `kind`, as sent: a data URI, base64, or bytes, and its field. With a `page` it is
+    that page, from 1, of a PDF document; 0 is the only page.
     """
 
     data: str | bytes
@@ -62,7 +62,7 @@ class SentImage(NamedTuple):
 
 
 class SentContent(NamedTuple):
-    """A text with images as a request has them, for a model that reads both in one input; `field` is where it is."""
+    """A text with images, as sent, for a model that reads both in one input, and its field."""
 
     text: str
     images: tuple[SentImage, ...]
@@ -71,8 +71,8 @@ class SentContent(NamedTuple):
 
 
 class ChatEnd(NamedTuple):
-    """vLLM's `add_generation_prompt` and `continue_final_message`, which decide how chats end; None if absent. The
-    chats of the models here end with the open turn of an assistant.
+    """vLLM's `add_generation_prompt` and `continue_final_message`, which determine how chats end; None if absent. Chats
+    of the served models end with an open turn of the assistant.
     """
 
     prompted: bool | None = None
@@ -113,7 +113,7 @@ def image_bytes(sent: SentImage, has_hosts: bool = False) -> bytes:
     if isinstance(data, bytes):
         return data
     head = data[:_SHOWN].lstrip().lower()
-    if head.startswith(_LINKS) or (head.startswith("//") and "." in head):  # base64, as of MP3, may have the slashes
+    if head.startswith(_LINKS) or (head.startswith("//") and "." in head):  # base64 may begin with slashes
         why = "only links by http and https are fetched" if has_hosts else "links are not fetched here"
         raise InvalidInput(
             f"Input validation error: `{field}` is a link ({data[:_SHOWN]!r}), and {why}: send the {sent.kind} itself, "
@@ -142,7 +142,7 @@ def _decoded(data: str) -> bytes:
     Raises:
         binascii.Error, ValueError: it is not base64, or has something behind its end.
     """
-    if not data.isascii():  # a step with such a letter takes `translate` 45 ms
+    if not data.isascii():  # `translate` takes 45 ms for a step with other letters
         raise binascii.Error("it is not ASCII")
     if any(mark in data for mark in _OTHER_MARKS):
         data = "".join(data[at : at + _STEP].translate(_PLAIN) for at in range(0, len(data), _STEP))
@@ -219,7 +219,7 @@ async def read_all(inference: _Inference, items: Sequence[SentItem], first: int 
     return found
 
 
-_Files = Mapping[str, "asyncio.Task[bytes]"]  # being fetched, by link
+_Files = Mapping[str, "asyncio.Task[bytes]"]  # fetches by link
 
 
 def _fetching(dispatcher: Dispatcher, links: Sequence[str]) -> AbstractAsyncContextManager[_Files]:
@@ -389,7 +389,7 @@ def has_image(given: Any) -> bool:
         return False
     parts = given.get("content")
     of_parts = isinstance(parts, list) and (
-        len(parts) > _MAX_PARTS  # which `item_of_parts` refuses
+        len(parts) > _MAX_PARTS  # `item_of_parts` refuses it
         or any(isinstance(one, dict) and _image_of_part(one) is not None for one in parts)
     )
     return of_parts or isinstance(given.get("image"), str)

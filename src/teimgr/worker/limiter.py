@@ -1,4 +1,4 @@
-"""Limits on running and waiting calls of a worker and on their bytes; choice of the lane of a key's calls."""
+"""Limits on a worker's running and waiting calls and on their bytes; chooses the lane of a key's calls."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from teimgr.errors import Overloaded
 from teimgr.wire.gil import short_turns
 from teimgr.worker.calls import WorkerCall
 
-# Interactive calls that a key may have in flight per unit of its weight while other keys call: a query of another key
+# Interactive calls that a key may have in flight, per unit of its weight, while other keys call: a query of another key
 # then waits for at most one batch of them.
-_BESIDE_OTHERS = 2
-# Calls give way to another key that has called within this time.
-_CALLED_LATELY_S = 10.0
+_INTERACTIVE_CALLS = 2
+# A key counts as calling for this time after its latest call.
+_ACTIVE_S = 10.0
 
 
 class CallLimiter:
-    """A FIFO limiter: bounds on the number and bytes of the calls admitted, and of those waiting in its queue.
+    """A FIFO limiter of the number and bytes of admitted calls, and of those in its queue.
 
-    A call of any size fits if no other one is admitted (or waits). Calls are admitted in order of arrival: small ones
+    If no other call is admitted (or waits), a call of any size fits. Calls are admitted in order of arrival: small ones
     do not overtake large ones. `on_error` gets a call whose `proceed` raised, and the error. For the loop's thread.
     """
 
@@ -39,7 +39,7 @@ class CallLimiter:
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting
         self._max_waiting_bytes = max_waiting_bytes
-        self._admitted: dict[WorkerCall, int] = {}  # sizes
+        self._admitted: dict[WorkerCall, int] = {}  # size by call
         self._admitted_bytes = 0
         self._queue: dict[WorkerCall, tuple[int, Callable[[], None]]] = {}  # in order of arrival
         self._queued_bytes = 0
@@ -123,46 +123,47 @@ class CallLimiter:
 
 
 class InteractiveCalls:
-    """Interactive calls in flight by key. A key with many leaves the interactive lane to keys with few.
+    """Interactive calls in flight by key. Further calls of a key with many move to the bulk lane while others call.
 
-    A key that sends many at a time waits in a queue anyway, and other keys would wait in it too: a batch of its queries
-    takes as long as one of bulk work. In the bulk lane it keeps its throughput. For the loop's thread.
+    In the interactive lane, keys with few calls would wait for its batches, which take as long as those of bulk work.
+    In the bulk lane the key keeps its throughput. For the loop's thread.
     """
 
     def __init__(self) -> None:
         self._tenant_of: dict[WorkerCall, int] = {}
-        self._under_way: dict[int, int] = {}  # by tenant
-        self._aside: dict[int, int] = {}  # by tenant: those of `_under_way` that were moved to the bulk lane
-        self._called: dict[int, tuple[float, int]] = {}  # by tenant: time of its latest call, and priority; latest last
+        # By tenant: calls in flight; those of them in the bulk lane; time of the latest call and priority, latest last.
+        self._in_flight: dict[int, int] = {}
+        self._in_bulk_lane: dict[int, int] = {}
+        self._called: dict[int, tuple[float, int]] = {}
         self._turns = ExitStack()
         self._are_turns_short = False
 
     def enter(self, call: WorkerCall, share: Share) -> None:
         """Count an interactive call until it leaves.
 
-        It is moved to the bulk lane if its key has `_BESIDE_OTHERS` calls in flight per unit of its weight, and another
-        key of at least its priority has called within `_CALLED_LATELY_S`.
+        It is moved to the bulk lane if its key has `_INTERACTIVE_CALLS` calls in flight per unit of its weight, and
+        another key of at least its priority has called within `_ACTIVE_S`.
         """
         tenant = call.tenant
         if call.lane is not Lane.INTERACTIVE or not (tenant or self._called):
             return
         self._called.pop(tenant, None)
         self._called[tenant] = call.received, share.priority
-        under_way = self._under_way.get(tenant, 0)
-        self._under_way[tenant] = under_way + 1
+        under_way = self._in_flight.get(tenant, 0)
+        self._in_flight[tenant] = under_way + 1
         self._tenant_of[call] = tenant
-        if under_way >= _BESIDE_OTHERS * share.weight and self._has_neighbour(call, share.priority):
+        if under_way >= _INTERACTIVE_CALLS * share.weight and self._others_call(call, share.priority):
             call.give_way()
-            self._aside[tenant] = self._aside.get(tenant, 0) + 1
+            self._in_bulk_lane[tenant] = self._in_bulk_lane.get(tenant, 0) + 1
         self._set_turns()
 
     def leave(self, call: WorkerCall) -> None:
         """Stop counting a call; no effect if it is not counted."""
         if (tenant := self._tenant_of.pop(call, None)) is None:
             return
-        _count_down(self._under_way, tenant)
+        _count_down(self._in_flight, tenant)
         if call.gave_way:
-            _count_down(self._aside, tenant)
+            _count_down(self._in_bulk_lane, tenant)
         self._set_turns()
 
     def _set_turns(self) -> None:
@@ -171,7 +172,7 @@ class InteractiveCalls:
         The threads of a batch with many calls run Python for milliseconds each, and a query needs the GIL half a dozen
         times. Short intervals cost a busy worker some percent, so they apply only then.
         """
-        are_short = bool(self._aside) and len(self._under_way) > len(self._aside)
+        are_short = bool(self._in_bulk_lane) and len(self._in_flight) > len(self._in_bulk_lane)
         if are_short is self._are_turns_short:
             return
         self._are_turns_short = are_short
@@ -180,9 +181,9 @@ class InteractiveCalls:
         else:
             self._turns.close()
 
-    def _has_neighbour(self, call: WorkerCall, priority: int) -> bool:
+    def _others_call(self, call: WorkerCall, priority: int) -> bool:
         for tenant, (at, its_priority) in reversed(self._called.items()):
-            if call.received - at > _CALLED_LATELY_S:
+            if call.received - at > _ACTIVE_S:
                 return False
             if tenant != call.tenant and its_priority <= priority:
                 return True

@@ -1,8 +1,8 @@
-"""The worker's link server: framed connections over which calls, control commands and watches of its state arrive.
+"""The worker's link server: framed connections for calls, control commands and watches of its state.
 
-For other hosts, frames come over TCP with mutual TLS. A peer has a certificate of the fleet and begins with HELLO
-(`wire/remote_frames.py`), the proof of its incarnation. Nodes may send calls and a replica's self-test; only the daemon
-may watch and control a worker. Sockets are never passed to other hosts.
+Other hosts use TCP with mutual TLS. A peer has a certificate of the fleet and begins with HELLO
+(`wire/remote_frames.py`), by which the worker proves its incarnation. Nodes may send calls and self-tests; only the
+daemon may watch and control a worker. Sockets are never passed to other hosts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from teimgr.worker.remote_tenants import RemoteMeter
 
 log = logging.getLogger(__name__)
 
-# Upper bound of the bytes of a frame besides its message.
+# Limit on the bytes of a frame in addition to its message.
 _FRAME_SLACK_BYTES = 64 * 1024
 # Time limit of a control command without a deadline.
 _CONTROL_LIMIT_S = 5.0
@@ -52,9 +52,9 @@ Control = Callable[[bytes, float], Awaitable[bytes]]
 class LinkServer:
     """The link connections of one worker, the watchers among them, and its control commands.
 
-    `controls` maps a control method to its handler: JSON bytes and a limit in seconds in, JSON bytes out. `ports` are
-    the sockets of which other workers of the instance may get copies: listening sockets by port number, and the ends of
-    the connection queue as -1 and -2.
+    `controls` maps a control method to its handler, which gets JSON bytes and a limit in seconds, and returns JSON
+    bytes. `ports` are the sockets that are shared with other workers of the instance: listening sockets by port number,
+    and the ends of the connection queue as -1 and -2.
     """
 
     def __init__(self, dispatcher: Dispatcher, controls: dict[Method, Control]) -> None:
@@ -118,7 +118,7 @@ class LinkServer:
             async with asyncio.timeout(limit_s):
                 await self._none_open.wait()
         except TimeoutError:
-            log.warning("%d links were not read to their end", len(self.open))
+            log.warning("%d links closed before their peers read all replies", len(self.open))
 
 
 class LinkConnection(FrameProtocol):
@@ -130,7 +130,7 @@ class LinkConnection(FrameProtocol):
         self._server = server
         self._unanswered: dict[int, LinkCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._meter: RemoteMeter | None = None  # once the other end charges and counts its calls
+        self._meter: RemoteMeter | None = None  # set once the other end charges and counts its calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -189,7 +189,7 @@ class LinkConnection(FrameProtocol):
         self._meter.received(header, payload)
 
     def _handle(self, call: LinkCall) -> None:
-        if call.header.id in self._unanswered:  # else it was cancelled before its turn
+        if call.header.id in self._unanswered:  # not cancelled before its turn
             handle(self._server.dispatcher, call)
 
     def _cancel(self, id: int) -> None:
@@ -234,7 +234,7 @@ class LinkConnection(FrameProtocol):
 class LinkCall(MethodCall):
     """A REQUEST frame, answered by one REPLY or ERROR frame.
 
-    `unanswered` has the link's open calls by frame id; a call adds itself and removes itself when answered.
+    `unanswered` has the link's open calls by frame id; each call adds itself, and removes itself when answered.
     """
 
     __slots__ = ("header", "link", "unanswered")
@@ -269,7 +269,7 @@ class LinkCall(MethodCall):
 MAX_CONNECTIONS = 4096
 _HELLO_LIMIT_S = 5.0
 _SILENCE_LIMIT_S = 15.0
-"""A client asks for a sign of life after every two seconds of silence; one that does not is gone."""
+"""Clients send a probe after two seconds of silence; a link without any for this long is closed."""
 _TICK_S = 5.0
 _CONTROL_FROM = Method.WATCH
 _OPEN_TO_NODES = (Method.PROBE,)
@@ -287,8 +287,8 @@ class RemoteLinkListener(FleetListener):
 
 
 class RemoteLinkConnection(LinkConnection):
-    """A link from another host. It accepts only HELLO until that is answered, and closes when the certificate expires
-    or is revoked.
+    """A link from another host. It accepts only HELLO until it has answered that, and closes when the certificate
+    expires or is revoked.
     """
 
     def __init__(self, listener: RemoteLinkListener, ticket: Ticket) -> None:
@@ -352,7 +352,7 @@ class RemoteLinkConnection(LinkConnection):
             super().frame_received(header, payload)
 
     def _may_send(self, method: int) -> bool:
-        if method == Method.SHARE_PORTS:  # descriptors cannot leave the host
+        if method == Method.SHARE_PORTS:  # file descriptors cannot be sent to other hosts
             return False
         return self._is_daemon or method < _CONTROL_FROM or method in _OPEN_TO_NODES
 
@@ -396,7 +396,7 @@ class RemoteLinkConnection(LinkConnection):
             return
         is_reading = True
         with suppress(AttributeError):
-            is_reading = transport.is_reading()  # paused while the client does not read; TCP's own limit then applies
+            is_reading = transport.is_reading()  # False while the client does not read; then TCP's user timeout applies
         if not self._greeted:
             self._refuse(f"no HELLO within {_HELLO_LIMIT_S:g} s")
         elif now >= self._valid_until:

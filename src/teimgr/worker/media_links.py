@@ -1,8 +1,8 @@
-"""Media of requests: links, fetched from the hosts of `media_url_hosts` within bounds, and PDF pages, rendered.
+"""Media of requests: fetches links from the hosts of `media_url_hosts` within limits, and renders PDF pages.
 
-At each hop all addresses of the name are looked up once and checked, and the connection goes to one of them. The
-answer is the same for an unknown name, a closed port and a forbidden address, so that links cannot explore a network;
-the log has the reason.
+At each hop, all addresses of the host are looked up once and checked, and the connection uses one of them. The error is
+the same for an unknown name, a closed port and a forbidden address, so that links cannot explore a network; the log has
+the reason.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 20 * 2**20
 LINK_S = 5.0
 _REQUEST_S = 30.0  # for all links of a request
-_AT_ONCE = 4  # at a time, per request
+_AT_ONCE = 4  # concurrent fetches per request
 _MAX_REDIRECTS = 3
-_MAX_LINKS = 256  # of a request
-_MAX_CHARACTERS = 4096  # of a link
+_MAX_LINKS = 256  # per request
+_MAX_CHARACTERS = 4096  # per link
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HEADERS = {"accept": "image/*, audio/*, application/pdf", "accept-encoding": "identity"}
 _UNICAST_6 = ipaddress.IPv6Network("2000::/3")
@@ -44,11 +44,11 @@ Lookup = Callable[[str, int], Sequence[str]]
 
 
 class _NotFetchedError(Exception):
-    """The reason why a link gave no file, for the log."""
+    """The reason, for the log, why a link could not be fetched."""
 
 
 class _Checked(AbstractResolver):
-    """Resolves to the addresses that were checked, without a lookup."""
+    """Resolves to the checked addresses, without a lookup."""
 
     def __init__(self, addresses: Iterable[Address], port: int) -> None:
         self._found = [
@@ -75,9 +75,9 @@ class _Checked(AbstractResolver):
 class LinkFetcher:
     """Fetches files for the requests of one worker. For the loop's thread.
 
-    `hosts` may be linked to, with the port of their scheme or the given one; `networks` are allowed in addition to
-    public addresses. The files of one request have at most `most_bytes`; files being fetched have at most twice that
-    per API key and four times that in all. A request waits for room.
+    `hosts` are the allowed hosts, with the given port or that of the scheme; `networks` are allowed in addition to
+    public addresses. The files of one request have at most `most_bytes`, concurrent fetches at most twice that per API
+    key and four times that in total. Requests wait for room.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class LinkFetcher:
 
 
 class _Request:
-    """Shared by all links of a request: the bytes that they may bring, the time, the connections."""
+    """State shared by all links of a request: remaining bytes, time, connections."""
 
     def __init__(self, left: int) -> None:
         self._left = left
@@ -190,7 +190,7 @@ class _Request:
     def take(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise _NotFetchedError("the links of the request bring too many bytes")
+            raise _NotFetchedError("the links of the request exceed its limit of bytes")
 
 
 def _now() -> float:
@@ -226,7 +226,7 @@ def _is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast
 
 
-_RENDERED_AT_ONCE = 2  # per worker: each has a process that reads untrusted data
+_RENDERED_AT_ONCE = 2  # per worker; each is a process that reads untrusted data
 _RENDER_WAIT_S = 30.0
 
 
@@ -262,7 +262,7 @@ class PageRenderer:
             ) from None
         done = self._threads.submit(pdf_pages.page, data, number)
         loop = asyncio.get_running_loop()
-        # Also runs if the caller has gone: its page is rendered to the end.
+        # Also runs if the caller has left: the renderer finishes its page.
         done.add_done_callback(lambda _: loop.call_soon_threadsafe(self._give_turn))
         return await asyncio.wrap_future(done)
 
@@ -275,14 +275,14 @@ class PageRenderer:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it came at the same time
+            if turn.done() and not turn.cancelled():  # cancelled in the loop pass in which it got the turn
                 self._give_turn()
             raise
 
     def _give_turn(self) -> None:
         while self._waiting:
             turn = self._waiting.popleft().turn
-            if not turn.done():  # else its caller has gone
+            if not turn.done():  # its caller has not left
                 turn.set_result(None)
                 return
         self._free += 1

@@ -1,7 +1,7 @@
-"""Methods of a worker: a table of plain functions `(dispatcher, call) -> None`, and those of `tei.v1` and HTTP frames.
+"""Methods of a worker: a table of functions `(dispatcher, call) -> None`, and those of `tei.v1` and HTTP frames.
 
-Replies with arrays are encoded by hand, byte for byte as protobuf serialises them: for 384 floats, building a message
-and serialising it takes some 58 µs, joining the bytes a quarter of one.
+Replies with arrays are encoded by hand, with the same bytes as protobuf: for 384 floats, a message takes some 58 µs to
+build and serialise, joining the bytes a quarter of one.
 """
 
 from __future__ import annotations
@@ -55,31 +55,30 @@ from teimgr.worker.scores import need_reranker_grpc, output_per_token, predictio
 if TYPE_CHECKING:  # importing the tokenizer imports torch
     from teimgr.engine.text.tokenizer import TokenSpan
 
-# TEI's types of the model kinds that give scores; it calls any other model an embedding model.
+# TEI's types of scoring models; it calls any other model an embedding model.
 _MODEL_TYPES: Mapping[str, tei_pb2.ModelType] = {
     Kind.CLASSIFIER: tei_pb2.MODEL_TYPE_CLASSIFIER,
     Kind.RERANKER: tei_pb2.MODEL_TYPE_RERANKER,
 }
 # Limit on the fields of a rerank request; each text is one field.
 _MAX_RERANK_FIELDS = 2**16
-# Limit on the bytes of a decode request: an id takes at least one byte, and protobuf holds the GIL for all of them.
+# Limit on the bytes, at least one per id, of a decode request, since protobuf holds the GIL while parsing it.
 _MAX_DECODE_BYTES = 2**18
-# Messages above these bounds are parsed on a codec thread: Python takes a microsecond per field, and 10 ms for 8 MiB
-# of text.
+# Larger messages are parsed on a codec thread: Python takes a microsecond per field, and 10 ms for 8 MiB of text.
 _LARGE_MESSAGE_BYTES = 256 * 1024
-# Limit on the tokens of a `Tokenize` reply, which is serialised in one call that holds the GIL: some milliseconds.
+# Tokens of a `Tokenize` reply serialised in one call, which holds the GIL for some milliseconds.
 _TOKENS_AT_ONCE = 10_000
-# Of a reply to `Rerank`, serialised in one call: 2 ms. One of 40 MB held the GIL for 105 ms.
+# Bytes of a `Rerank` reply serialised in one call: 2 ms. A whole reply of 40 MB would hold the GIL for 105 ms.
 _RANKED_BYTES = 2**20
-_RANK_BYTES = 20  # without its text
-# A codec thread encodes replies with more: a microsecond or two each.
+_RANK_BYTES = 20  # of a rank without its text
+# A codec thread encodes replies with more ranks; each takes a microsecond or two.
 _MANY_RANKS = 1024
 ScoringRequest = tei_pb2.PredictRequest | tei_pb2.PredictPairRequest | tei_pb2.RerankRequest
 
 
 def handle(dispatcher: Dispatcher, call: MethodCall) -> None:
     """Answer `call` by its method, exactly once, now or later."""
-    # The tasks that a method starts inherit this context.
+    # Tasks that a method starts inherit this context.
     context, turns = CURRENT.set(call.context), TURNS_OF.set(call.turns_of)
     try:
         method = METHODS.get(call.method)
@@ -118,7 +117,7 @@ def _admit_then_parse(
     if call.method == Method.TOKENIZE:
         call.allow_to_wait()
     else:
-        call.price(1, dispatcher.max_length)  # priced as one text: the number is not known yet
+        call.price(1, dispatcher.max_length)  # as one text: the number is unknown before parsing
     dispatcher.admit_async(call, parse_then_answer, computes=False)
 
 
@@ -135,9 +134,6 @@ def _serve(
         dispatcher.serve(call, [await dispatcher.read_off_loop(call, read)], options, encode)
 
     dispatcher.admit_async(call, read_then_serve, computes=False)
-
-
-# Embeddings.
 
 
 def embed(dispatcher: Dispatcher, call: MethodCall) -> None:
@@ -167,7 +163,7 @@ def embed_sparse(dispatcher: Dispatcher, call: MethodCall) -> None:
     def encode(job: Job) -> CallReply:
         raise_first(job)
         vector, timings = job.sparse[0], call.timings(job)
-        assert vector is not None  # only a failed row has none
+        assert vector is not None  # only failed rows are None
         payload = embed_sparse_response(vector.indices, vector.values, timings)
         return CallReply(within(payload, dispatcher.spec.max_message_bytes), timings)
 
@@ -183,14 +179,11 @@ def embed_all(dispatcher: Dispatcher, call: MethodCall) -> None:
     def encode(job: Job) -> CallReply:
         raise_first(job)
         vectors = (job.multi_vectors if output is Output.MULTI_VECTOR else job.tokens_of)[0]
-        assert vectors is not None  # only a failed row has none
+        assert vectors is not None  # only failed rows are None
         timings = call.timings(job)
         return CallReply(within(embed_all_response(vectors, timings), dispatcher.spec.max_message_bytes), timings)
 
     _serve(dispatcher, call, lambda: message.inputs, options, encode)
-
-
-# Scores.
 
 
 def predict(dispatcher: Dispatcher, call: MethodCall) -> None:
@@ -236,7 +229,7 @@ def rerank(dispatcher: Dispatcher, call: MethodCall) -> None:
         return
 
     def read() -> tuple[list[Pair], Encode]:
-        query = message.query  # each look at it decodes it
+        query = message.query  # each access decodes it
         pairs = [Pair(query, text) for text in message.texts]
         return pairs, _rank_encoder(dispatcher, call, pairs, message.return_text)
 
@@ -266,7 +259,7 @@ def rerank_stream(dispatcher: Dispatcher, call: MethodCall) -> None:
     need_reranker_grpc(dispatcher.engine.info)
 
     def read() -> tuple[list[Part], Encode]:
-        # One by one, since protobuf would hold the GIL for all of them.
+        # Parsed singly: protobuf would hold the GIL for all of them.
         requests = [
             parsed(tei_pb2.RerankStreamRequest, call.payload[start:end])
             for _, _, start, end in scan(call.payload, MAX_PAIRS)
@@ -316,9 +309,6 @@ def _ranked(job: Job, pairs: Sequence[Pair] | None) -> Iterator[bytes]:
             yield message.SerializeToString()
             message, size = tei_pb2.RerankResponse(), 0
     yield message.SerializeToString()
-
-
-# Info and tokenization, which need no device.
 
 
 def info(dispatcher: Dispatcher, call: MethodCall) -> None:
@@ -390,9 +380,6 @@ def _answer_off_loop(dispatcher: Dispatcher, call: MethodCall, steps: Steps[byte
     dispatcher.admit_async(call, answer, computes=False)
 
 
-# HTTP requests that the daemon's gateway forwards.
-
-
 def forwarded_http(dispatcher: Dispatcher, call: MethodCall) -> None:
     """Answer with the reply of the dialect's route, or its refusal; the gateway writes the body of other errors."""
     try:
@@ -413,7 +400,7 @@ async def _answer_http(inference: HttpInference, call: MethodCall, request: Http
         except BadRequest as error:
             reply = error.reply(request.dialect)
         call.reply(_framed(reply._replace(headers={**reply.headers, **inference.dispatcher.space_headers})))
-    except Refused as error:  # its type does not fit into an error frame
+    except Refused as error:  # an error frame would lose its type
         call.reply(_framed(failure(request.dialect, error)))
     except TeimgrError as error:
         call.fail(error)
@@ -443,7 +430,7 @@ METHODS: Mapping[int, Callable[[Dispatcher, MethodCall], None]] = {
 }
 
 
-# The arguments of `MethodCall.parse` by method, for large messages. Methods with tables read them as they are.
+# The arguments of `MethodCall.parse` by method, for large messages. Methods with Arrow tables parse none.
 _MESSAGES: Mapping[int, tuple[type[Message], int]] = {
     Method.EMBED: (tei_pb2.EmbedRequest, MAX_FIELDS),
     Method.EMBED_SPARSE: (tei_pb2.EmbedSparseRequest, MAX_FIELDS),
@@ -454,8 +441,6 @@ _MESSAGES: Mapping[int, tuple[type[Message], int]] = {
     Method.TOKENIZE: (tei_pb2.EncodeRequest, MAX_FIELDS),
 }
 
-
-# Array replies.
 
 _LENGTH_DELIMITED_1 = b"\x0a"  # field 1, wire type 2
 _LENGTH_DELIMITED_2 = b"\x12"  # field 2, wire type 2
@@ -497,7 +482,7 @@ def embed_sparse_response(indices: NDArray[np.uint32], values: NDArray[np.float3
     sent[:, 2] = sent[:, 3]
     rows[:, 8] = _FIXED32_2
     rows[:, 9:] = floats.view(np.uint8).reshape(-1, 4)
-    sent[:, 8:] = (floats.view("<u4") != 0)[:, None]  # compared as bits: -0.0 is sent
+    sent[:, 8:] = (floats.view("<u4") != 0)[:, None]  # compares bits: -0.0 is sent
     rows[:, 1] = sent[:, 2:].sum(axis=1)
     return with_metadata(timings, rows[sent].tobytes())
 
@@ -520,6 +505,6 @@ def embed_all_response(vectors: NDArray[np.float32], timings: Timings) -> memory
     end = np.frombuffer(with_metadata(timings), np.uint8)
     whole = np.empty(tokens * (len(head) + 4 * width) + len(end), np.uint8)
     rows = whole[: len(whole) - len(end)].reshape(tokens, len(head) + 4 * width)
-    rows[:, : len(head)], rows[:, len(head) :] = head, floats  # without the GIL
+    rows[:, : len(head)], rows[:, len(head) :] = head, floats  # numpy copies without the GIL
     whole[len(whole) - len(end) :] = end
     return whole.data

@@ -1,8 +1,8 @@
-"""The worker process: listen, load the model, serve, drain.
+"""The worker process: listens, loads the model, serves, drains.
 
 It is forked from the nursery, or is a new interpreter if the nursery had several threads (`exec_afresh` of
-`control/launch/nursery.py`). It gets a listening unix socket and its spec as one line of JSON. All control goes over
-that socket; inference also arrives at the instance port. Workers of one instance share the listening sockets of its
+`control/launch/nursery.py`). It gets a listening unix socket and its spec as one line of JSON. That socket takes all
+control commands; inference also arrives at the instance port. Workers of an instance share the listening sockets of its
 ports: each gets those of an earlier worker.
 """
 
@@ -69,18 +69,17 @@ EXIT_DONE = 0
 EXIT_PERMANENT = 3
 EXIT_TRANSIENT = 4
 
-# How often the state is announced during a download.
+# Interval of state announcements during a download.
 _DOWNLOAD_REPORT_S = 5.0
 _DRAIN_ON_SIGNAL_S = 30.0
 _ENGINE_CLOSE_S = 1.0
 _LINKS_CLOSE_S = 5.0
 _LEFT_POLL_S = 0.05
 _HANG_CHECK_S = 0.5
-_CORE_LOAD_FILE = "cores"  # in the run directory, which the workers of a daemon share
-_REFERENCES_FOLDER = "references"  # likewise
-_SPACES_FOLDER = "spaces"  # likewise
-_MAX_REASON_CHARS = 4096  # a status is one frame of the daemon's control link, which is bounded
-# Load failures that the same files and flags would repeat, and their subclasses that may pass on their own.
+# In the run directory, which the workers of a daemon share.
+_CORE_LOAD_FILE, _REFERENCES_FOLDER, _SPACES_FOLDER = "cores", "references", "spaces"
+_MAX_REASON_CHARS = 4096  # a status is one frame of the control link, whose size is limited
+# Load failures that the same files and flags would repeat, and subclasses of them that may not recur.
 _PERMANENT = (Refused, Broken, OutOfDeviceMemory)
 _TRANSIENT = (PortConflict, Internal, ModelDownloadFailed)
 
@@ -108,7 +107,7 @@ def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports
 class Worker:
     """State and life of the worker process, on the loop's thread unless stated otherwise.
 
-    `run` is its lifetime; the stages follow in their order, then the control commands of the daemon.
+    `run` is its lifetime; the stages follow in order, then the control commands of the daemon.
     """
 
     def __init__(self, spec: WorkerSpec, incarnation: str, run_dir: Path, shared: Mapping[int, socket.socket]) -> None:
@@ -123,7 +122,7 @@ class Worker:
         self._force_stop = asyncio.Event()
         self._left_ports = asyncio.Event()
         self._signalled = False
-        self._handover = False  # another worker of the instance takes over
+        self._handover = False  # whether another worker of the instance takes over
         self._grace_s = _DRAIN_ON_SIGNAL_S
         self._threads = CpuThreads(spec.threads, spec.threads)
         self._state = "loading"
@@ -144,7 +143,7 @@ class Worker:
             if self.spec.link_address:
                 self._listen_for_other_hosts(self.spec.link_address)
             status = await self._load_and_serve()
-            worker_file(self.run_dir, self.incarnation, "json").unlink(missing_ok=True)  # ended in order: no crash
+            worker_file(self.run_dir, self.incarnation, "json").unlink(missing_ok=True)  # an orderly exit, no crash
             return status
         except TeimgrError as error:
             return self._give_up(error)
@@ -174,7 +173,7 @@ class Worker:
     async def _load_and_serve(self) -> int:
         spec = self.spec
         async with AsyncExitStack() as listening:
-            # The ports are bound before the slow part: a conflict shows early.
+            # Binds the ports before the slow load, so that a conflict shows early.
             port = listening.enter_context(closing(self._bind(spec.port)))
             metrics_ports = [
                 listening.enter_context(closing(self._bind(number))) for number in filter(None, (spec.prometheus_port,))
@@ -196,7 +195,7 @@ class Worker:
             async with serving(app, port, grpc.protocol, http.direct) as listeners[number]:
                 queue.serve(partial(self._take, listeners))
                 MemoryReturn()
-                self._watchdog = LoopWatchdog(f"the worker of '{self.spec.name}'")  # callers wait for it from now on
+                self._watchdog = LoopWatchdog(f"the worker of '{self.spec.name}'")  # from now on calls wait for it
                 self._announce("ready")
                 log.info("worker ready", extra=self._log_fields | engine.info.to_dict())
                 hang_detection = asyncio.create_task(_detect_hangs(engine))
@@ -233,7 +232,7 @@ class Worker:
         if loading.cancelled():
             return None
         self._engine = loading.result()
-        self._engine.set_threads(self._threads)  # the number may have changed since
+        self._engine.set_threads(self._threads)  # it may have changed during the load
         self._dispatcher.attach(self._engine)
         collect_garbage_rarely()
         return self._engine
@@ -246,7 +245,7 @@ class Worker:
         return FleetNeighbours(Path(self.spec.agent_socket), identity)
 
     def _report_download(self, waited_s: int, neighbours: FleetNeighbours | None) -> None:
-        reason = f"fetching the model's files for {waited_s} s"
+        reason = f"downloading the model for {waited_s} s"
         if neighbours is not None and (host := neighbours.progress.host):
             done, total = neighbours.progress.bytes_done, neighbours.progress.bytes_total
             reason += f" from host '{host}': {done:,} of {total:,} bytes"
@@ -277,7 +276,7 @@ class Worker:
             max_batch_tokens=spec.max_batch_tokens,
             cuts_texts=spec.auto_truncate if spec.auto_truncate_given else None,
             max_batch_requests=spec.max_batch_requests,
-            max_queued_tokens=self._dispatcher.max_bytes,  # the dispatcher sets the bound: a token has at least a byte
+            max_queued_tokens=self._dispatcher.max_bytes,  # the dispatcher limits: a token has at least a byte
             cache_bytes=spec.cache_bytes,
             default_prompt_name=spec.default_prompt_name,
             default_prompt=spec.default_prompt,
@@ -288,7 +287,7 @@ class Worker:
         """Announce at once that the loaded engine is unhealthy, so that the daemon replaces the worker. Until then, and
         without a daemon, calls and `/health` are answered UNAVAILABLE.
         """
-        if self._engine is not None:  # a failure to load is reported by `_give_up`
+        if self._engine is not None:  # `_give_up` reports a failed load
             self._announce("failed", reason=reason, code=int(Code.INFERENCE_FAILED))
 
     async def _until_stopped(self) -> None:
@@ -373,8 +372,6 @@ class Worker:
         self._links.announce(facts)
         return facts
 
-    # Control commands of the daemon.
-
     def _controls(self) -> dict[Method, Control]:
         controls: dict[Method, Control] = {
             Method.PROBE: self._probe,
@@ -410,7 +407,7 @@ class Worker:
         return json.dumps(answer).encode() if payload else b""
 
     async def _stats(self, payload: bytes, limit_s: float) -> bytes:
-        sizes, counts = await self._sizes(), {}  # first: calls arrive meanwhile
+        sizes, counts = await self._sizes(), {}  # before the counts: calls arrive during the wait
         if payload != CALLS_AND_MEMORY and self._engine is not None:
             counts = self._dispatcher.metrics.counts() | asdict(self._engine.stats())
         calls = {"calls": self._dispatcher.calls, "taken": self._dispatcher.taken}
@@ -444,10 +441,10 @@ class Worker:
         self._grace_s = float(message["grace_s"])
         self._handover = bool(message.get("handover"))
         self._stop.set()
-        if self._handover:  # the reply confirms that this worker answers clients no more
+        if self._handover:  # the reply confirms that this worker has left the ports
             await _any_of(self._left_ports.wait(), limit_s=limit_s)
         else:
-            self._dispatcher.stop_accepting()  # before the reply, which promises it
+            self._dispatcher.stop_accepting()  # before the reply, which confirms it
         return b""
 
 
@@ -493,7 +490,7 @@ def in_background(name: str, work: Callable[[], ResultT]) -> asyncio.Future[Resu
     return future
 
 
-_MAX_CODE_FILES = 32  # that are named
+_MAX_CODE_FILES = 32  # names in the log
 
 
 def fetched(spec: WorkerSpec, neighbours: hub.Neighbours | None) -> tuple[hub.ModelSource, list[str]]:
@@ -522,4 +519,4 @@ if __name__ == "__main__":  # LISTENER_FD INCARNATION RUN_DIR SPEC_JSON: a worke
     status = main(int(sys.argv[1]), *sys.argv[2:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # as in the nursery: a thread that still loads a model must not block the exit
+    os._exit(status)  # as in the nursery: a thread that is loading a model must not block the exit

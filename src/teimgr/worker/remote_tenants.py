@@ -15,7 +15,7 @@ _LOST = "The link to the host that admitted the call was lost"
 
 
 class RemoteStanding:
-    """A tenant's limits, from the TERMS that the other host sent."""
+    """A tenant's limits, from the TERMS of the other host."""
 
     __slots__ = ("_meter", "has_quota", "share")
 
@@ -37,7 +37,7 @@ class RemoteMeter:
 
     def __init__(self, send: Callable[..., None]) -> None:
         self.loop = asyncio.get_running_loop()
-        self._send: Callable[..., None] | None = send  # None once the link is lost
+        self._send: Callable[..., None] | None = send  # None after the link is lost
         self._standings: dict[int, RemoteStanding] = {}
         self._asked: dict[int, RemoteAccount] = {}
         self._last = 0
@@ -97,14 +97,14 @@ class RemoteMeter:
 class RemoteAccount:
     """The charge of one job by another host: `charge` once its tokens are known, `settle` when it is over.
 
-    Both may be called on any thread; their work is done on the loop's thread, in order.
+    Both may be called on any thread; the loop's thread does their work, in order.
     """
 
     __slots__ = ("_decided", "_is_over", "_is_settled", "_meter", "_number", "_taken", "_tenant", "is_shadowed")
     decides_later = True
 
     def __init__(self, meter: RemoteMeter, tenant: int) -> None:
-        self.is_shadowed = False  # it would have been refused
+        self.is_shadowed = False  # whether only `shadow` prevented a refusal
         self._meter = meter
         self._tenant = tenant
         self._number = self._taken = 0
@@ -119,7 +119,7 @@ class RemoteAccount:
         """Take the other host's decision; on the loop's thread."""
         self.is_shadowed = is_shadowed
         if refusal is not None:
-            self._number = 0  # there is nothing to settle
+            self._number = 0  # nothing to settle
         decided, self._decided = self._decided, None
         if decided is not None:
             decided(refusal)
@@ -136,7 +136,7 @@ class RemoteAccount:
 
     def _begin(self, tokens: int, later: Decided | None) -> None:
         self._decided = later
-        if self._is_over:  # the caller has gone meanwhile
+        if self._is_over:  # the caller has left meanwhile
             self.decide(None)
         else:
             self._number = self._meter.ask(self, self._tenant, tokens)

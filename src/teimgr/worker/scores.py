@@ -1,7 +1,7 @@
 """Scores in reply order, and checks of the model's kind with TEI's error texts, which differ between HTTP and gRPC.
 
-Calls of a listwise reranker (`ListSubmission`): pairs become prompts, one per list or part of it, and the vectors at a
-prompt's marks become the scores of the pairs.
+A call of a listwise reranker (`ListSubmission`) turns pairs into prompts, one per list or part of it, and the vectors
+at a prompt's marks into the scores of the pairs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def output_per_token(model: LoadedModel) -> Output:
     return Output.MULTI_VECTOR if model.kind == Kind.MULTI_VECTOR else Output.TOKENS
 
 
-# Documents that are tokenized together: some 10 ms.
+# Documents tokenized in one call: some 10 ms.
 _TOGETHER = 64
 _TOGETHER_CHARACTERS = 50_000
 VECTORS = InferOptions(frozenset({Output.MULTI_VECTOR}), truncate=False, listed=True)
@@ -178,7 +178,7 @@ def _chunks(documents: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 class ListSubmission(Submission):
-    """The prompts of one call as one job; its vectors, of `width`, give the scores of the call's `pairs`."""
+    """The prompts of one call as one job; its vectors of `width` numbers give the scores of the call's `pairs`."""
 
     __slots__ = ("_pairs", "_prompts")
 

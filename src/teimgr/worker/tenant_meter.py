@@ -1,6 +1,6 @@
 """Counters and limits per key of one worker's row in the table of tenants: `TenantMeter`, `Standing`, `Account`.
 
-A `Till` charges and refunds one tenant in the table of a host atomically: by tenants.c, or under a lock of the file.
+A `Till` charges and refunds one tenant in the host's table atomically, by tenants.c or under a lock of the file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Tenants:
-    """The meter in the file at `path`, opened once the file exists. Without it nothing is charged or counted.
+    """The meter in the file at `path`, opened once the file exists. Before that nothing is charged or counted.
 
     For the loop's thread.
     """
@@ -126,11 +126,11 @@ def _least_tokens(job: Job) -> int:
     """Return a lower bound of a job's tokens before it is tokenized: one for each non-empty text."""
     if isinstance(job.inputs, TextColumn):
         return int(np.count_nonzero(job.inputs.lengths))
-    # Counting pairs this way takes a quarter of the time: the loop counts up to 100,000.
+    # A list comprehension takes a quarter of the time, and the loop counts up to 100,000 pairs.
     return sum([1 for item in job.inputs if (any(item) if type(item) is Pair else characters(item))])
 
 
-_RETRY_S = 1.0  # after which a full table is tried again
+_RETRY_S = 1.0  # between attempts to claim a row of a full table
 
 
 class Standing:
@@ -224,7 +224,7 @@ def open_meter(path: Path, instance: str, model: str) -> TenantMeter | None:
     row = table.claim(instance, model)
     if row is None:
         table.close()
-        log.error("no row is free in %s: calls are neither charged to their keys nor counted", path)
+        log.error("tenant table %s has no free row: calls are neither charged to their keys nor counted", path)
         return None
     return TenantMeter(table, row)
 
@@ -232,14 +232,14 @@ def open_meter(path: Path, instance: str, model: str) -> TenantMeter | None:
 class EntryMeters:
     """Meters of a process that sends calls to other hosts, in the table at `path`: one row per instance.
 
-    Used by the links to its workers there, on the loop's thread.
+    Links to remote workers use it, on the loop's thread.
     """
 
     has_table = True
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._open: dict[tuple[str, str], tuple[TenantMeter, int]] = {}  # with the number of links
+        self._open: dict[tuple[str, str], tuple[TenantMeter, int]] = {}  # meter and number of links
         self._full_until_s = 0.0
 
     def lease(self, instance: str, model: str) -> TenantMeter | None:
@@ -265,18 +265,18 @@ class EntryMeters:
 class Account:
     """The charge of one job: `charge` once its tokens are known, `settle` when it is answered or given up.
 
-    It takes no lock: whichever thread deletes the slip does what must be done once.
+    It takes no lock: the thread that deletes the slip makes the refund.
     """
 
     __slots__ = ("_charged", "_slip", "_standing", "_taken", "_till", "is_settled", "is_shadowed")
     decides_later = False
 
     _slip: Slip
-    """The slip of its charge, until that is settled."""
+    """The slip of its charge, until it is settled."""
 
     def __init__(self, standing: Standing, till: Till) -> None:
         self.is_settled = False
-        self.is_shadowed = False  # it would have been refused
+        self.is_shadowed = False  # whether only `shadow` prevented a refusal
         self._standing = standing
         self._till = till
         self._charged = self._taken = 0
@@ -293,7 +293,7 @@ class Account:
         if not (status := till.charge(slip, tokens)):
             self._charged = tokens
             self._slip = slip
-            if self.is_settled:  # meanwhile on another thread, which may not have seen the slip
+            if self.is_settled:  # another thread settled it meanwhile, perhaps before the slip was set
                 self._give_back(0)
             return None
         wait_ns = till.wait_ns(slip)
@@ -318,7 +318,7 @@ class Account:
         try:
             slip = self._slip
             del self._slip
-        except AttributeError:  # it was not charged, or another thread has given it back
+        except AttributeError:  # not charged, or another thread made the refund
             return
         back = max(0, self._charged - computed)
         if back or self._standing.has_concurrent:
@@ -355,14 +355,14 @@ def refusal(code: Code, limits: Limits, tokens: int, wait_ns: int) -> TeimgrErro
 
 
 Slip = Any
-"""Where a till writes a charge, for its refund; it can be reused for a later charge."""
+"""A till's record of a charge, for its refund; reusable."""
 
 
 class Till(Protocol):
-    """Atomic among all workers of the host, on any thread. `free` holds unused slips.
+    """Charges and refunds, atomic among all workers of the host, on any thread. `free` holds unused slips.
 
-    `charge` returns 0 for an admitted call, else the number of the quota that refuses, from 1, in `quotas.LIMITS`.
-    `charge_at` and `refund_at` take the time; the others use the present time.
+    `charge` returns 0 for an admitted call, otherwise the number, from 1, of the refusing quota in `quotas.LIMITS`.
+    `charge_at` and `refund_at` take the time; the others use the current time.
     """
 
     free: list[Slip]
@@ -405,7 +405,7 @@ class NativeTill:
         library = native_library()
         assert library is not None
         self.free: list[Slip] = []
-        # Without Python in between: a Python call takes as long as the library does.
+        # The library's functions themselves: a Python call in between would double the time.
         self.charge, self.refund = library.tenant_charge, library.tenant_refund
         self.charge_at, self.refund_at = library.tenant_charge_at, library.tenant_refund_at
         base = ctypes.addressof(ctypes.c_char.from_buffer(table.memory))
@@ -421,7 +421,7 @@ class NativeTill:
 
 
 class _LockedSlip:
-    """A receipt, and how long to wait."""
+    """A receipt, and the time to wait after a refusal."""
 
     def __init__(self) -> None:
         self.receipt = Receipt()

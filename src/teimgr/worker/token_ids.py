@@ -1,7 +1,7 @@
 """Token ids in requests, by `token_inputs`: used as the model's, refused, or decoded to texts by tiktoken.
 
-Clients of OpenAI may send ids of OpenAI's tokenizer. Whether ids are those of the served model cannot be known: the
-same numbers are tokens of every vocabulary.
+Clients of OpenAI may send ids of OpenAI's tokenizer. Ids do not show their tokenizer: every vocabulary has tokens with
+the same numbers.
 """
 
 from __future__ import annotations
@@ -76,6 +76,6 @@ def _encoding(name: str) -> Any:
         raise InvalidConfig('token_inputs = "tiktoken": install teimgr with the extra `tiktoken`') from error
     try:
         return tiktoken.get_encoding(name)
-    except Exception as error:  # from the registry, the network, or its cache
+    except Exception as error:  # of any type: from the registry, the network or the cache
         reason = str(error).partition("\n")[0]
         raise InvalidConfig(f"token_encoding: tiktoken cannot load {name!r}: {reason}") from error

@@ -37,7 +37,7 @@ _FAILURES = {
 
 
 class Histogram:
-    """Counts under fixed bounds."""
+    """Counts of values per bucket with fixed bounds."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -77,7 +77,7 @@ _MAX_UNCOUNTED = 256
 class DurationHistograms:
     """Durations of calls: total, tokenization, queue and inference.
 
-    Calls are added to the counts when the histograms are read, or in bulk, which costs each call less time.
+    Calls are added when the histograms are read, or in bulk, which saves time per call.
     """
 
     def __init__(self, families: catalogue.Durations) -> None:

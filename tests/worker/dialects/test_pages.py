@@ -85,7 +85,7 @@ async def test_patches_of_a_page_are_told(ask: Asking) -> None:
     assert alone[0]["patches"] is None
     assert (await ask.post("/instances/colbert/embed_all", {"inputs": [TEXT]})).ok == [alone[0]["vectors"]]
     told = await ask.post("/instances/pages/embed_all", asked | {"pool_factor": 2})
-    assert (told.status, "patches: pooled vectors stand for no patch" in told.body.decode()) == (422, True)
+    assert (told.status, "patches: pooled vectors belong to no patch" in told.body.decode()) == (422, True)
 
 
 PDF = pdf_of(*((72, 36, f"{blue} 0 1 rg 0 0 {10 + 30 * blue} 36 re f") for blue in (0, 1)))

@@ -335,7 +335,7 @@ async def test_pairs_are_cut_in_the_document(ask: Asking) -> None:
         ("/classify", {"model": "classifier", "input": [""]}, 400, "cannot have an empty text"),
         ("/pooling", {"model": "dense", "input": "a", "task": "token_classify"}, 400, "not supported"),
         ("/pooling", {"model": "dense", "input": "a", "task": "x"}, 400, "task"),
-        ("/pooling", {"model": "colbert", "input": "a", "dimensions": 8}, 400, "dimensions: is for task embed alone"),
+        ("/pooling", {"model": "colbert", "input": "a", "dimensions": 8}, 400, "dimensions: is only for task embed"),
         ("/pooling", {"model": "dense", "input": "a", "add_special_tokens": False}, 400, "add_special_tokens: false"),
         ("/classify", {"model": "classifier", "input": "a", "add_special_tokens": False}, 400, "add_special_tokens"),
         (

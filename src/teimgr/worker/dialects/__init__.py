@@ -1,11 +1,12 @@
-"""HTTP dialects: request classes, handlers and a table of routes of each product; `ROUTES` has the tables by dialect.
+"""HTTP dialects: request classes, handlers and a table of routes for each product; `ROUTES` has the tables by dialect.
 
-tei, openai, cohere, vllm, infinity, sie, voyage, weaviate, ollama    a dialect each; Jina's is in `cohere`
-rerank, tokens, binary_vectors, truncation          what several dialects share, with serde_* and tei_*
-openapi, examples                                   their OpenAPI documents, a request for each route
+tei, openai, cohere, vllm, infinity, sie, voyage, weaviate, ollama    one dialect each; Jina's is in `cohere`
+rerank, tokens, binary_vectors, truncation                            shared by several dialects
+serde_json, serde_text, serde_types, tei_bodies                       TEI's parser of bodies
+openapi                                                               OpenAPI documents, with a request for each route
 
 A new dialect needs a module here, a line in `ROUTES`, its name and error body in `wire/error_bodies.py`, its paths in
-`api/gateway/routes.py`, its requests in `openapi.py` and `examples.py`, and `api/gateway/openapi.json` generated again:
+`api/gateway/routes.py`, its requests in `openapi.py`, and a new `api/gateway/openapi.json`:
 `python -m teimgr.worker.dialects.openapi > src/teimgr/api/gateway/openapi.json`.
 """
 

@@ -1,7 +1,7 @@
 """vLLM's `encoding_format: bytes` and `bytes_only`: the vectors of all inputs one after another, without JSON.
 
 With `bytes` the header `metadata` has a JSON object with `id`, `created`, `model`, `usage` and, per input, `index`,
-`embed_dtype`, `endianness`, `start`, `end` (bytes in the body) and `shape`; with `bytes_only` there is no such header.
+`embed_dtype`, `endianness`, `start`, `end` (bytes in the body) and `shape`. `bytes_only` omits this header.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EmbedDtype = Annotated[
 Endianness = Annotated[Literal["native", "little", "big"], Field(description="of encoding_format bytes and base64")]
 BINARY_FORMATS = ("bytes", "bytes_only")
 
-# Clients bound a header at some kilobytes.
+# Inputs in the header `metadata`, since clients limit a header to some kilobytes.
 MAX_DESCRIBED = 64
 
 

@@ -22,7 +22,7 @@ from teimgr.worker.dialects.truncation import Cut, fitted
 from teimgr.worker.images import SentImage, SentItem
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
-# The model's prompts that fit an `input_type`, in order of preference.
+# Names of prompts for an `input_type`, in order of preference.
 _PROMPTS: Mapping[str, tuple[str, ...]] = {
     "search_query": ("search_query", *http.QUERY_PROMPTS),
     "search_document": ("search_document", *http.DOCUMENT_PROMPTS),
@@ -37,16 +37,16 @@ class CohereEmbedRequest(http.LenientBody):
     model: http.ModelName = None
     texts: list[str] | None = None
     inputs: Annotated[
-        list[dict[str, Any]] | None, Field(description="version 2: contents of texts, of one image_url, or of both")
+        list[dict[str, Any]] | None, Field(description="version 2: contents with texts, one image_url, or both")
     ] = None
     images: Annotated[list[str] | None, Field(description="data URIs, in place of texts")] = None
     input_type: Annotated[
-        str | None, Field(description="search_query, search_document, …: chooses the model's prompt of that name")
+        str | None, Field(description="search_query, search_document, …: selects the model's prompt")
     ] = None
     embedding_types: list[EmbeddingType] | None = None
     output_dimension: http.U32 | None = None
     max_tokens: Annotated[
-        int | None, Field(ge=1, description="texts are cut to this many tokens, special ones and prompt included")
+        int | None, Field(ge=1, description="texts are truncated to this many tokens, with special ones and prompt")
     ] = None
     truncate: Literal["NONE", "START", "END", "none", "start", "end"] | None = None
 
@@ -118,7 +118,7 @@ def _job(
     )
     by_type = version == "2" or body.embedding_types is not None
     named: list[EmbeddingType] = body.embedding_types or ["float"]
-    types = list(dict.fromkeys(named))  # each is made once, however often it is named
+    types = list(dict.fromkeys(named))  # each once, even if repeated
 
     def encode(job: Job) -> bytes:
         return http.to_json(
@@ -159,7 +159,7 @@ def _as_type(vectors: NDArray[np.float32], name: EmbeddingType) -> Any:
 
 
 class CohereClassifyRequest(http.LenientBody):
-    """Texts to classify by a classifier; examples, which would make one, are not supported."""
+    """Texts to classify by a classifier; examples, as for few-shot classification, are not supported."""
 
     model: http.ModelName = None
     inputs: http.Texts
@@ -223,5 +223,5 @@ ROUTES: http.RouteTable = {
     ("POST", "/v1/rerank"): rerank.handler(rerank.COHERE_1),
     ("POST", "/v2/rerank"): rerank.handler(rerank.COHERE_2),
 }
-# Jina's defaults, for clients that choose its dialect.
+# Jina's dialect: OpenAI's routes, and reranking with Jina's defaults.
 JINA_ROUTES: http.RouteTable = {**openai.ROUTES, ("POST", "/v1/rerank"): rerank.handler(rerank.JINA)}

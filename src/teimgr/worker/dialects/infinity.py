@@ -65,13 +65,13 @@ class InfinityEmbeddingsRequest(http.InferenceRequest, http.LenientBody):
 
 
 class InfinityImagesRequest(InfinityEmbeddingsRequest):
-    """Images to embed, as older clients ask for them."""
+    """Images to embed, by the route of older clients."""
 
     modality: Annotated[Literal["image"], Field(description="data URIs or base64")] = "image"
 
 
 class InfinitySoundsRequest(InfinityEmbeddingsRequest):
-    """Sounds to embed, as older clients ask for them."""
+    """Sounds to embed, by the route of older clients."""
 
     modality: Annotated[Literal["audio"], Field(description="data URIs or base64")] = "audio"
 

@@ -1,8 +1,8 @@
 """Ollama's embedding routes: https://docs.ollama.com/api/embed.
 
-`/api/embed` answers with vectors of length 1. `/api/embeddings`, which it replaced, has one text and the model's own
-vector, which is not scaled, and refuses a text that is too long. Errors have Ollama's words where its clients know
-them. The content type is not looked at, as curl names a form's.
+`/api/embed` answers with vectors of length 1. The older `/api/embeddings` takes one text, answers with the model's
+vector without scaling, and refuses texts that are too long. Errors that Ollama has have its words. The content type is
+ignored, because curl sends that of a form.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from teimgr.worker import http_inference as http
 from teimgr.worker import input_checks
 from teimgr.worker.dialects.truncation import Cut, fitted
 
-# Options of Ollama that change no vector here: sampling of generated text, and how its own process loads a model.
+# Ignored options of Ollama: sampling of generated text, and loading of the model.
 _WITHOUT_EFFECT = frozenset(
     {
         *("num_keep", "seed", "num_predict", "top_k", "top_p"),
@@ -38,29 +38,30 @@ _WITHOUT_EFFECT = frozenset(
 _NUM_CTX = "num_ctx"
 _SHOWN_NAME = 64
 
-# A duration as Go writes it: `1h30m`, `-1s`, `0`.
+# Units of a duration in Go's syntax: `1h30m`, `-1s`, `0`.
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(rf"(\d+\.?\d*|\.\d+)({'|'.join(_UNITS_S)})")
 _DURATION_CHARS = 64
-_DURATION_LIMIT_S = 2**63 / 1e9  # what Go's durations hold, 292 years
+_DURATION_LIMIT_S = 2**63 / 1e9  # the limit of Go's durations, 292 years
 
 KeepAlive = Annotated[
     Any,
-    Field(description="seconds, or a duration such as 5m; 0: none, negative: for ever"),
+    Field(description="seconds, or a duration such as 5m; 0 unloads at once, negative keeps forever"),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}]}),
 ]
 Options = Annotated[
-    http.AnyObject | None, Field(description="num_ctx cuts texts to that many tokens; sampling has no effect")
+    http.AnyObject | None,
+    Field(description="num_ctx truncates texts to that many tokens; options of sampling are ignored"),
 ]
 BodyT = TypeVar("BodyT", bound=http.Body)
 
 
 class OllamaEmbedRequest(http.Body):
-    """`POST /api/embed`: a text or texts to embed; without any the model is loaded."""
+    """`POST /api/embed`: a text or texts to embed; without input the model is loaded."""
 
     model: http.ModelName = None
     input: http.TokenizeInput | None = None
-    truncate: Annotated[bool | None, Field(description="false: what is too long is refused")] = None
+    truncate: Annotated[bool | None, Field(description="false refuses texts that are too long")] = None
     dimensions: Annotated[http.U32 | None, Field(description="leading dimensions to keep; 0: all")] = None
     options: Options = None
     keep_alive: KeepAlive = None
@@ -88,7 +89,7 @@ class OllamaEmbeddingsRequest(http.Body):
 
     model: http.ModelName = None
     prompt: str | None = None
-    input: Annotated[Any, Field(description="not supported: it is of /api/embed")] = None
+    input: Annotated[Any, Field(description="not supported; only in /api/embed")] = None
     options: Options = None
     keep_alive: KeepAlive = None
     expect_fingerprint: http.ExpectedSpace = None

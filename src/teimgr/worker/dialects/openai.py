@@ -1,8 +1,8 @@
 """OpenAI's `/v1/embeddings`: https://platform.openai.com/docs/api-reference/embeddings.
 
-Other services extend this route by fields that change the vectors; a client of theirs would not notice that one was
-ignored. So those of Voyage, Jina and vLLM are honoured here too, and what is not supported is refused by name. Fields
-that change nothing are ignored, as OpenAI's clients send some.
+Other services extend this route by fields that change the vectors, and their clients would not notice an ignored one.
+So the fields of Voyage, Jina and vLLM are honoured too, and unsupported ones are refused by name. Fields that change
+nothing are ignored, because OpenAI's clients send some.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from teimgr.worker.calls import raise_first
 from teimgr.worker.dialects.binary_vectors import BINARY_FORMATS, EmbedDtype, Endianness, binary_reply
 from teimgr.worker.dialects.truncation import Side, Tokens, fitted
 
-# What the official service takes in one request; its clients cut their batches accordingly.
+# Inputs per request, as in the official service, whose clients split their batches by it.
 BATCH_LIMIT = 2048
 _SHOWN_NAME = 64
-_OBJECT_WEIGHT = 8  # of an embedding object beside its numbers, as `json_pieces` counts
+_OBJECT_WEIGHT = 8  # of an embedding object without its numbers, in the unit of `json_pieces`
 
 EncodingFormat = TypeAliasType("EncodingFormat", Literal["float", "base64"])
 AnyEncoding = Literal["float", "base64", "bytes", "bytes_only"]
 ElementType = Literal["float", "int8", "uint8", "binary", "ubinary"]
 
-# The model's prompts that fit an `input_type` or a `task` of Voyage, Cohere, NVIDIA and Jina, in order of preference.
+# Names of prompts for an `input_type` or `task` of Voyage, Cohere, NVIDIA and Jina, in order of preference.
 _PROMPTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("query", "search_query", "retrieval.query"), http.QUERY_PROMPTS),
     **dict.fromkeys(("document", "passage", "search_document", "retrieval.passage"), http.DOCUMENT_PROMPTS),
 }
-# Tasks of Jina's models that others may have no prompt for: such texts have the default one.
+# Tasks of Jina's models. If a model lacks a prompt for one, the default prompt applies.
 _TASKS = {*_PROMPTS, "retrieval", "text-matching", "separation", "classification", "clustering"}
 _TASKS |= {"code", "code.query", "code.passage"}
-_WITH_WEIGHTS = "text-matching"  # a prompt of models with weights by task alone
+_WITH_WEIGHTS = "text-matching"  # only models with weights by task have this prompt
 _NOT_SERVED = {
     "messages": "contradict `input`; send one of the two",
     "late_chunking": "is not supported",
@@ -56,7 +56,8 @@ _NOT_BESIDE_IMAGES = ("mm_processor_kwargs", "media_io_kwargs", "chat_template",
 
 
 Padding = Annotated[
-    Literal["max_length", "do_not_pad"] | None, Field(description="vLLM's: what the model reads; the other is refused")
+    Literal["max_length", "do_not_pad"] | None,
+    Field(description="vLLM's; refused if it differs from the model's training"),
 ]
 
 
@@ -70,18 +71,18 @@ def check_padding(inference: http.HttpInference, padding: str | None) -> None:
 
 
 class MediaOptions(http.LenientBody):
-    """vLLM's fields that change how images and chats are read, none of which is supported: refused beside these."""
+    """vLLM's fields that change how images and chats are read; refused in requests with these."""
 
-    mm_processor_kwargs: Annotated[Any, Field(description="not supported beside images")] = None
-    media_io_kwargs: Annotated[Any, Field(description="not supported beside images")] = None
-    chat_template: Annotated[Any, Field(description="not supported beside images")] = None
-    chat_template_kwargs: Annotated[Any, Field(description="not supported beside images")] = None
+    mm_processor_kwargs: Annotated[Any, Field(description="not supported with images")] = None
+    media_io_kwargs: Annotated[Any, Field(description="not supported with images")] = None
+    chat_template: Annotated[Any, Field(description="not supported with images")] = None
+    chat_template_kwargs: Annotated[Any, Field(description="not supported with images")] = None
 
     def refuse_beside_images(self) -> None:
         """Raises BadRequest for a field that would change what the model reads."""
         for name in _NOT_BESIDE_IMAGES:
             if getattr(self, name):
-                message = f"{name}: is not supported: images are prepared, and chats written, as the model's files say"
+                message = f"{name}: is not supported: the model's files define how images and chats are prepared"
                 raise http.BadRequest(400, message, name)
 
 
@@ -112,7 +113,7 @@ class ChatRequest(MediaOptions):
         self.refuse_beside_images()
         check_padding(inference, self.padding)
         end = images.ChatEnd(self.add_generation_prompt, self.continue_final_message)
-        if not inference.served.model.fused:  # and has no chat, whose end it could be
+        if not inference.served.model.fused:  # without a chat, so without an end
             end = images.ChatEnd()
         read = partial(images.item_of_conversation, end=end)
         if images.is_conversations(self.messages):
@@ -121,7 +122,7 @@ class ChatRequest(MediaOptions):
 
 
 class OpenAIEmbeddingsRequest(http.LenientBody):
-    """What to embed: a text, texts, token ids, or lists of token ids."""
+    """The inputs to embed: a text, texts, token ids, or lists of token ids."""
 
     model: http.ModelName = None
     input: http.Input
@@ -132,22 +133,22 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     output_dimension: Annotated[http.U32 | None, Field(description="Voyage's `dimensions`")] = None
     output_dtype: Annotated[ElementType | None, Field(description="Voyage's element type of the vectors")] = None
     input_type: Annotated[
-        str | None, Field(description="query or document, or the name of a prompt: chooses the model's prompt")
+        str | None, Field(description="query or document, or the name of one of the model's prompts")
     ] = None
-    truncation: Annotated[bool | None, Field(description="false: what is too long is refused")] = None
+    truncation: Annotated[bool | None, Field(description="false refuses inputs that are too long")] = None
     # Jina
     embedding_type: Annotated[
         Literal["float", "base64", "int8", "uint8", "binary", "ubinary"] | None, Field(description="Jina's encoding")
     ] = None
     task: Annotated[str | None, Field(description="Jina's `input_type`, such as retrieval.query")] = None
     truncate: Annotated[bool | Literal["NONE", "START", "END"] | None, Field(description="Jina's and NVIDIA's")] = None
-    normalized: Annotated[bool | None, Field(description="false: vectors keep their length")] = None
+    normalized: Annotated[bool | None, Field(description="false keeps the vectors' length")] = None
     late_chunking: Annotated[bool | None, Field(description="not supported")] = None
     return_multivector: Annotated[bool | None, Field(description="not supported")] = None
     # vLLM
     normalize: Annotated[bool | None, Field(description="vLLM's `normalized`")] = None
     use_activation: Annotated[bool | None, Field(description="vLLM's `normalized`")] = None
-    add_special_tokens: Annotated[bool | None, Field(description="false: for ids alone")] = None
+    add_special_tokens: Annotated[bool | None, Field(description="false only for token ids")] = None
     truncate_prompt_tokens: Tokens = None
     truncation_side: Side = None
     embed_dtype: EmbedDtype = "float32"
@@ -155,11 +156,12 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
     padding: Padding = None
     messages: Annotated[
         Any,
-        Field(description="in place of `input`: a message, or a list of conversations of one, with texts or images"),
+        Field(description="in place of `input`: one or several conversations, of texts or images"),
     ] = None
     # Infinity
     modality: Annotated[
-        Literal["text", "image", "audio"], Field(description="what `input` has: images, sounds, as data URIs or base64")
+        Literal["text", "image", "audio"],
+        Field(description="type of `input`; images and sounds are data URIs or base64"),
     ] = "text"
     embedding_types: Annotated[Any, Field(description="not supported")] = None
     chunk_size: Annotated[Any, Field(description="not supported")] = None
@@ -227,10 +229,10 @@ class OpenAIEmbeddingsRequest(http.LenientBody):
         return texts_of_objects(value)
 
     def job(self, inputs: list[EngineInput], dialect: str, served: http.ServedModel) -> http.JobSpec:
-        if type(self) is not OpenAIItemsRequest:  # whose images have no characters
+        if type(self) is not OpenAIItemsRequest:  # images have no characters
             input_checks.need_inputs(inputs, "`input` cannot be an empty string or an empty array")
         how = self.in_base64, self.precision
-        if self.input is not None or not served.model.fused:  # a chat has its own
+        if self.input is not None or not served.model.fused:  # a chat has its own special tokens
             input_checks.need_special_tokens(inputs, self.add_special_tokens)
         encode = partial(embedding_list, self.model or served.name, *how, big=self.endianness == "big")
         truncates = dialect != VLLM and served.spec.auto_truncate
@@ -343,7 +345,7 @@ def embedding_list(
 ) -> bytes:
     rows = converted(job.vectors, precision)
     data = embedding_objects(rows.byteswap() if big and in_base64 else rows, in_base64)
-    weight = rows.size + len(data) * _OBJECT_WEIGHT  # in base64 less
+    weight = rows.size + len(data) * _OBJECT_WEIGHT  # an upper bound: base64 weighs less
     return http.to_json(
         {"object": "list", "data": data, "model": model, "usage": usage or http.usage(job.tokens)}, weight
     )

@@ -1,8 +1,8 @@
 """OpenAPI: the document of an instance's port, and the dialects' part of the daemon's document.
 
-Requests are described by the classes that read them. The daemon does not import a worker's modules, so it reads its
-part from `api/gateway/openapi.json`, which `python -m teimgr.worker.dialects.openapi` prints; a test checks that the
-file is fresh.
+Request classes are the schemas. The daemon does not import a worker's modules, so it reads its part from
+`api/gateway/openapi.json`, which `python -m teimgr.worker.dialects.openapi` prints; a test checks that the file is up
+to date.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SCORE = {"model": "reranker", "text_1": "What is deep learning?", "text_2": _TE
 _ITEMS = [{"id": "1", "text": "What is deep learning?"}]
 _IDS = [101, 102]
 
-# A picture of one pixel, and a sound of 32 samples.
+# An image of one pixel, and a sound of 32 samples.
 _PIXEL = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAA"
     "AABJRU5ErkJggg=="
@@ -56,7 +56,7 @@ _SILENCE = (
     "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
 )
 
-# A request for each POST route of inference, which a test sends to a daemon. The models are `mini` (dense vectors),
+# A request for each POST route of inference; a test sends them to a daemon. The models are `mini` (dense vectors),
 # `splade`, `reranker`, `classifier`, `clip` and `clap`.
 EXAMPLES: Mapping[tuple[str, str], dict[str, Any]] = {
     (OPENAI, "/v1/embeddings"): _EMBED,
@@ -135,7 +135,7 @@ class EmbedResponse(RootModel[list[list[Float]]]):
 
 
 class PatchGrid(BaseModel):
-    """The patches of a page, row by row: which of its vectors stands for each."""
+    """For the patches of a page, row by row, the index of the vector."""
 
     rows: int
     columns: int
@@ -143,14 +143,14 @@ class PatchGrid(BaseModel):
 
 
 class VectorsWithPatches(BaseModel):
-    """What `patches` asks for: the vectors of an input, and the patches of a page image."""
+    """The answer with `patches`: the vectors of an input, and the patches of a page image."""
 
     vectors: list[list[Float]]
     patches: PatchGrid | None
 
 
 class EmbedAllResponse(RootModel[list[list[list[Float]]] | list[VectorsWithPatches]]):
-    """A vector per token of each input; objects where `patches` is true."""
+    """A vector per token of each input; objects if `patches` is true."""
 
 
 class SparseValue(BaseModel):
@@ -172,11 +172,11 @@ class TeiPrediction(BaseModel):
 
 
 class PredictResponse(RootModel[list[TeiPrediction] | list[list[TeiPrediction]]]):
-    """All labels, best first; a list per input where a batch was sent."""
+    """All labels, best first; a list per input if a batch was sent."""
 
 
 class TeiRank(BaseModel):
-    """A text by its place in the request."""
+    """A text, by its index in the request, and its score."""
 
     index: int
     text: str | None = None
@@ -234,13 +234,13 @@ class OpenAICompatResponse(BaseModel):
 
 
 class EmbeddingModel(BaseModel):
-    """A model that gives vectors."""
+    """A model of vectors."""
 
     pooling: str
 
 
 class ClassifierModel(BaseModel):
-    """A model that gives scores."""
+    """A model of scores."""
 
     id2label: dict[str, str]
     label2id: dict[str, int]
@@ -275,13 +275,13 @@ class TeiInfo(BaseModel):
 
 
 class VertexResponse(BaseModel):
-    """What each instance's own route would have answered."""
+    """The answer of each instance's own route."""
 
     predictions: list[Any]
 
 
 class Operation(NamedTuple):
-    """A POST route: what it reads, what it answers with, and how a failure looks."""
+    """A POST route: request, answer and error."""
 
     name: str
     summary: str
@@ -297,7 +297,7 @@ TEI_OPERATIONS = {
     "/predict": Operation("predict", "Scores of labels", tei.TeiPredictRequest, PredictResponse),
     "/rerank": Operation("rerank", "Texts by relevance to a query", tei.TeiRerankRequest, RerankResponse),
     "/similarity": Operation(
-        "similarity", "Likeness of sentences to one sentence", tei.TeiSimilarityRequest, SimilarityResponse
+        "similarity", "Similarity of sentences to one sentence", tei.TeiSimilarityRequest, SimilarityResponse
     ),
     "/tokenize": Operation("tokenize", "Tokens of texts", tei.TokenizeRequest, TokenizeResponse),
     "/decode": Operation("decode", "Texts of token ids", tei.DecodeRequest, DecodeResponse),
@@ -311,10 +311,10 @@ TEI_OPERATIONS = {
     "/vertex": Operation("vertex_compatibility", "Vertex AI's form", tei.TeiVertexRequest, VertexResponse),
 }
 
-# Status, description, and whether the body may be TEI's JSON (an error of the model or its rules) and plain text (an
-# unreadable body: the web framework of TEI refuses it).
+# Status, description, and whether the body may be TEI's JSON (errors of the model or its rules) and plain text (TEI's
+# web framework refuses unreadable bodies).
 _FAILURES = (
-    ("400", "Nothing to work on", True, True),
+    ("400", "The input is empty", True, True),
     ("413", "The body is larger than the limit", False, True),
     ("415", "The Content-Type is not JSON", False, True),
     ("422", "The body, an option or a text breaks a rule", True, True),
@@ -334,14 +334,14 @@ def instance_document() -> dict[str, Any]:
         "openapi": "3.0.3",
         "info": {
             "title": "Text Embeddings Inference",
-            "description": "An instance of teimgr, which speaks the dialect of Text Embeddings Inference.",
+            "description": "An instance of teimgr, with the API of Text Embeddings Inference.",
             "version": __version__,
         },
         "paths": {path: {"post": _post(path, operation)} for path, operation in TEI_OPERATIONS.items()}
         | {
             "/health": _get(
                 "health",
-                "Whether the model gives right vectors",
+                "Whether the model passes its self-test",
                 {
                     "200": {"description": "OK"},
                     "503": {"description": "The model cannot be used", "content": _json(ErrorResponse)},
@@ -397,7 +397,7 @@ class _SchemaNames(GenerateJsonSchema):
 
 
 class _OpenApi30(_SchemaNames):
-    """OpenAPI 3.0 has no type null but the keyword `nullable`."""
+    """OpenAPI 3.0 has the keyword `nullable` in place of a type null."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         inner = self.generate_inner(schema["schema"])
@@ -419,7 +419,7 @@ def _definitions(
     return {kind: dict(reference) for (kind, _), reference in references.items()}, named
 
 
-# Summary and request of each path of the dialects but TEI.
+# Summary and request of each path of all dialects except TEI.
 _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (OPENAI, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
     (JINA, "/v1/embeddings"): ("Dense vectors", openai.OpenAIEmbeddingsRequest),
@@ -447,7 +447,7 @@ _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
             *((VOYAGE, "/v1/rerank"), (INFINITY, "/v1/rerank")),
             *((VLLM, "/rerank"), (VLLM, "/v1/rerank"), (VLLM, "/v2/rerank")),
         ),
-        ("Documents by how well they answer a query", rerank.RerankRequest),
+        ("Documents by relevance to a query", rerank.RerankRequest),
     ),
     (VLLM, "/score"): ("A score per pair of texts", vllm.VllmScoreRequest),
     (VLLM, "/v1/score"): ("A score per pair of texts", vllm.VllmScoreRequest),
@@ -459,7 +459,7 @@ _OPERATIONS: Mapping[tuple[str, str], tuple[str, type[BaseModel]]] = {
     (OLLAMA, "/api/embed"): ("Vectors of length 1", ollama.OllamaEmbedRequest),
     (OLLAMA, "/api/embeddings"): ("The vector of one text, not scaled", ollama.OllamaEmbeddingsRequest),
     (SIE, "/v1/encode"): ("Vectors of several kinds in one call", sie.SieEncodeRequest),
-    (SIE, "/v1/score"): ("Items by how well they answer a query", sie.SieScoreRequest),
+    (SIE, "/v1/score"): ("Items by relevance to a query", sie.SieScoreRequest),
     (SIE, "/v1/extract"): ("Entities of a token classifier, or classes of a classifier", sie.SieExtractRequest),
 }
 

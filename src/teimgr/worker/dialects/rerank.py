@@ -1,8 +1,8 @@
 """Reranking for the dialects of Cohere, Jina, Voyage, vLLM and Infinity, and relevance scores for vLLM and SIE.
 
-`/v1/rerank` is a path of three of them, so its answer is the union of theirs; a request with Voyage's `top_k` is
-answered in Voyage's form. `/rerank` is Infinity's and vLLM's: a request with fields of vLLM alone is answered in vLLM's
-form, any other in Infinity's. The default of `return_documents` is true for Jina and vLLM, false for the others.
+Three dialects have `/v1/rerank`, so its answer is the union of theirs; a request with Voyage's `top_k` is answered in
+Voyage's form. Infinity and vLLM have `/rerank`: a request with fields that only vLLM has is answered in vLLM's form,
+any other in Infinity's. The default of `return_documents` is true for Jina and vLLM, false for the others.
 """
 
 from __future__ import annotations
@@ -53,24 +53,26 @@ class RerankRequest(MediaOptions):
     documents: Annotated[
         list[Document],
         BeforeValidator(_listed),
-        Field(description="texts, or objects with `text` (or what `rank_fields` names); or one, in vLLM's words"),
+        Field(description="texts, or objects with `text` or the fields in `rank_fields`; or one, as in vLLM"),
     ]
-    top_n: Annotated[http.U32 | None, Field(description="how many to answer with; absent or 0: all")] = None
+    top_n: Annotated[http.U32 | None, Field(description="number of results; absent or 0: all")] = None
     return_documents: bool | None = None
     rank_fields: Annotated[
-        list[str] | None, Field(max_length=100, description="fields of a document that make its text")
+        list[str] | None, Field(max_length=100, description="fields of a document to join into its text")
     ] = None
-    max_tokens_per_doc: Annotated[int | None, Field(ge=1, description="documents are cut to this many tokens")] = None
+    max_tokens_per_doc: Annotated[
+        int | None, Field(ge=1, description="documents are truncated to this many tokens")
+    ] = None
     raw_scores: Annotated[bool | None, Field(description="logits instead of scores")] = None
     use_activation: Annotated[bool | None, Field(description="vLLM's: false for logits")] = None
-    truncation: Annotated[bool | None, Field(description="false: what is too long is refused")] = None
+    truncation: Annotated[bool | None, Field(description="false refuses texts that are too long")] = None
     top_k: Annotated[http.U32 | None, Field(description="Voyage's `top_n`: the answer has its form")] = None
     truncate_prompt_tokens: Tokens = None
     truncation_side: Side = None
     priority: Annotated[int | None, Field(description="not used")] = None
-    instruction: Annotated[
-        str | None, Field(description="by models that read texts and images in one input; not supported by others")
-    ] = None
+    instruction: Annotated[str | None, Field(description="only for models that read texts and images in one input")] = (
+        None
+    )
     max_tokens_per_query: Annotated[int | None, Field(description="not supported")] = None
 
     @property
@@ -131,7 +133,7 @@ def _text_of_field(place: int, field: str, value: Any) -> str:
 
 
 class Ranking(NamedTuple):
-    """The contents of an answer: `rows` best first, and `documents` by row where they are returned."""
+    """The contents of an answer: `rows` best first, and `documents` by row if they are returned."""
 
     model: str
     scores: NDArray[np.float32]  # [documents]
@@ -141,8 +143,8 @@ class Ranking(NamedTuple):
 
 
 class RerankForm(NamedTuple):
-    """A dialect's answer; `documents` is whether they are returned by default, `refuses` whether what is too long is
-    refused unless the request says otherwise."""
+    """A dialect's answer. `documents`: whether they are returned by default. `refuses`: whether texts that are too long
+    are refused by default."""
 
     write: Callable[[Ranking], dict[str, Any]]
     documents: bool
@@ -153,7 +155,7 @@ async def _texts(inference: http.HttpInference, body: RerankRequest) -> list[str
     fields = body.rank_fields
     if not fields:
         return body.texts()
-    if len(set(fields)) < len(fields):  # each would make the texts longer than the body
+    if len(set(fields)) < len(fields):  # repetitions would make the texts longer than the body
         raise http.BadRequest(400, "rank_fields: a field is named twice", "rank_fields")
     return await inference.dispatcher.off_loop(body.texts)
 
@@ -172,7 +174,7 @@ def handler(form: RerankForm) -> http.HttpHandler:
         texts = await inference.truncated(await _texts(inference, body), body.max_tokens_per_doc)
         left = body.truncation_side == "left"
         texts = await fitted_documents(inference, [body.query], texts, body.truncate_prompt_tokens, left=left)
-        if texts and input_checks.ranks_images(inference.served.model):  # the same way where none of them is one
+        if texts and input_checks.ranks_images(inference.served.model):  # the same way, even without images
             return await _rank(inference, body, answers, body.query, texts)
         try:
             return await inference.respond(lambda served: _job(body, texts, answers, served))
@@ -326,15 +328,13 @@ COHERE_2 = RerankForm(partial(_union, "2"), documents=False)
 JINA = RerankForm(partial(_union, "1"), documents=True)
 VLLM = RerankForm(_vllm, documents=True, refuses=True)
 VOYAGE = RerankForm(_voyage, documents=False)
-# Fields that clients of vLLM send on `/rerank`, and those of Infinity do not.
+# Fields on `/rerank` that only vLLM has.
 _OF_VLLM = frozenset({"truncate_prompt_tokens", "truncation_side", "priority", "max_tokens_per_doc", "use_activation"})
 INFINITY = RerankForm(_infinity, documents=False)
 
 
-# Scores of documents to queries.
-
-# The output by which the texts of a model are compared. Dense and sparse vectors: dot product (the cosine, where the
-# vectors have length 1). Vectors per token: sum over the query's tokens of the best match in the document.
+# The output by which texts are compared, by kind of model. Dense and sparse vectors by their dot product (the cosine if
+# vectors have length 1), vectors per token by the sum over the query's tokens of the best match in the document.
 _OUTPUT_OF_KIND: dict[str, Output] = {
     Kind.EMBEDDING: Output.DENSE,
     Kind.SPARSE: Output.SPARSE,

@@ -1,8 +1,8 @@
-"""JSON read by the rules of serde_json, with its faults: TEI's parser of request bodies.
+"""Reads JSON by the rules of serde_json, TEI's parser of request bodies, with its faults.
 
-A body is read once, from left to right, and the first fault decides, be it of syntax or of type. The rules are those of
-serde_json 1 (https://docs.rs/serde_json, `de.rs` and `read.rs`), the path before a fault is serde_path_to_error's, and
-the two kinds of faults are axum's (https://docs.rs/axum, `JsonRejection`). The time is linear in the body.
+A body is read once, from left to right, up to the first fault of syntax or type. The rules are those of serde_json 1
+(https://docs.rs/serde_json, `de.rs` and `read.rs`), the path before a fault is serde_path_to_error's, and the two kinds
+of faults are axum's (https://docs.rs/axum, `JsonRejection`). The time is linear in the body.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from teimgr.worker.dialects import serde_text
 from teimgr.worker.dialects.serde_text import shown
 
 Path = tuple[str | int, ...]
-_UNKNOWN = "?"  # the segment of a key that was not read
+_UNKNOWN = "?"  # the path segment of an unread key
 
 _MAX_DEPTH = 128
-# Values and ends of lists and objects that are read one by one: about a second. Runs of flat ones are not counted
+# Limit of values and ends of lists and objects that are read singly: about a second. Runs of flat ones do not count
 # (`serde_text`).
 _MAX_STEPS = 100_000
-# Read in one step of a thread that others share: a millisecond or two.
+# Read in one step of a shared thread: a millisecond or two.
 _VALUES_A_STEP, _BYTES_A_STEP = 64, 2**16
 _U64 = 2**64
 _I63 = 2**63
 _MAX_NUMBER_DIGITS = 2**16
-_MAX_DIGITS = 21  # of an integer of 64 bits, with its sign
+_MAX_DIGITS = 21  # of a 64-bit integer, with its sign
 _MAX_EXPONENT = 2**31 - 1
 
 _SPACE = re.compile(rb"[ \n\t\r]*+")
-# What a string has without a fault; of a string that is skipped, half a pair of surrogates too.
+# Valid parts of a string. In a skipped string, half of a surrogate pair is valid too.
 _ESCAPE = rb'\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
 _PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _RIGHT = re.compile(rb'(?:[^"\\\x00-\x1f]++|' + _ESCAPE + rb"|" + _PAIR + rb")*+")
@@ -61,9 +61,9 @@ class Fault(Exception):
     """The first fault of a body.
 
     Attributes:
-        is_syntax: Whether the body is not JSON, so far as it was read; else a value has the wrong type.
-        index: The byte that the fault's line and column name; None until the enclosing value has been left.
-        path: The fields and indices that lead to the fault; None until it is known.
+        is_syntax: Whether the part read is not JSON; otherwise a value has the wrong type.
+        index: The byte at the fault's line and column; None until the enclosing value ends.
+        path: The fields and indices that lead to the fault; None until known.
     """
 
     def __init__(self, message: str, index: int | None = None, path: Path | None = None) -> None:
@@ -95,7 +95,7 @@ def is_digit(byte: int) -> bool:
 
 
 class Reader:
-    """A position in a body, and what serde_json reads from there."""
+    """Reads a body like serde_json, from a current position."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
@@ -251,7 +251,7 @@ class Reader:
             try:
                 pieces.append(orjson.loads(b'"%b"' % self.body[self.at : end]))
             except orjson.JSONDecodeError:
-                is_unicode = False  # a fault of syntax in the rest of the string comes first
+                is_unicode = False  # raised later: a syntax fault in the rest of the string comes first
             self.at = end
         special = self.peek()
         if special < 0:

@@ -1,8 +1,7 @@
-"""JSON as serde_json reads and shows it: values in the words of its faults, and runs that it would read without one.
+"""Text of JSON as in serde_json: values in its error messages, and runs without faults.
 
-A run is passed over by one call of a regular expression. It ends before what it does not know, which may be right or
-wrong: `serde_json.Reader` reads that byte by byte, so the words of a fault never depend on the runs. Each call is given
-a window of the body, since it holds the GIL.
+One call of a regular expression skips a run. The run ends before anything else, valid or not, which `serde_json.Reader`
+reads byte by byte; so faults do not depend on the runs. Each call gets one window of the body, since it holds the GIL.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import orjson
 
 from teimgr.wire.json_scan import WINDOW_BYTES, matched
 
-# Characters that one call joins, which holds the GIL.
+# Characters joined in one call, which holds the GIL.
 _SHOWN_AT_ONCE = 4096
 
 
@@ -69,7 +68,7 @@ _S = rb"[ \n\t\r]*+"
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*+"'
 _NUMBER = rb"-?+(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?+[0-9]++)?+"
 _SCALAR = rb"(?:null|true|false|" + _NUMBER + rb"|" + _STRING + rb")"
-_LEVELS = 2  # of lists and objects within a run; each makes the expression twice as long
+_LEVELS = 2  # of lists and objects within a run; each doubles the expression
 
 
 def _holding(value: bytes) -> bytes:
@@ -91,7 +90,7 @@ _CLOSED = re.compile(rb"(?:" + _S + rb"[\]}])*+")
 _STRINGS = re.compile(_STRING)
 _BETWEEN = b" \n\t\r:"
 _PAIRS = bytes.maketrans(b"[{", b"]}")
-# Integers of less than 64 bits, but -0, which serde_json takes for a float.
+# Integers of less than 64 bits, except -0, which is a float in serde_json.
 _INTEGERS = re.compile(rb"(?:" + _S + rb"(?:0|-?+[1-9][0-9]{0,17}+)" + _S + rb",)*+")
 
 

@@ -15,7 +15,7 @@ from teimgr.worker.dialects.serde_text import shown
 
 
 class Type(Protocol):
-    """A type of serde's; both methods raise Fault."""
+    """A type of serde; both methods raise Fault."""
 
     def read(self, reader: Reader, path: Path) -> Steps[Any]:
         """The value at the reader's position."""
@@ -131,7 +131,7 @@ class AnyValue:
 
 @dataclass(frozen=True)
 class _AnyReader:
-    """Values whose keys serde_path_to_error sees, unlike those of an untagged enum."""
+    """Values with keys in the path of serde_path_to_error, unlike those of an untagged enum."""
 
     reader: Reader
 
@@ -158,7 +158,7 @@ class _AnyReader:
 
 
 class Unread:
-    """A field that TEI does not have: what it would skip is not a fault, and such a value is its own text."""
+    """A field that TEI lacks and skips. A value that the skip accepts but orjson does not is read as its text."""
 
     _LONGEST = 64
 
@@ -248,8 +248,7 @@ class Untagged:
 class StructField(NamedTuple):
     """A field of a struct.
 
-    `has_default` is whether a struct that is given as a list may end before it; in an object an `Optional` may be
-    missing too.
+    If it `has_default`, a struct given as a list may end before it. In an object an `Optional` may be missing too.
     """
 
     type: Type
@@ -258,9 +257,9 @@ class StructField(NamedTuple):
 
 @dataclass(frozen=True)
 class Struct:
-    """A struct: an object, or a list of its fields in their order. Read as a dict of the fields that were given.
+    """A struct: an object, or a list of its fields in order. Read as a dict of the given fields.
 
-    `own` are fields of teimgr's, which an object may have beside those.
+    `own` are teimgr's additional fields, allowed in an object.
     """
 
     name: str
@@ -317,7 +316,7 @@ class Struct:
             return self._of_values(value)
         if not isinstance(value, dict):
             raise Fault(f"invalid type: {shown(value)}, expected struct {self.name}")
-        # A map of serde_json is sorted, by the bytes of its keys.
+        # serde_json sorts a map by the bytes of its keys.
         known = {**self.fields, **self.own}
         given = sorted((name for name in value if name in known), key=str.encode)
         values = {name: known[name].type.of_value(value[name]) for name in given}

@@ -1,6 +1,6 @@
 """Superlinked's inference engine (SIE): vectors of several kinds in one call, scores against a query, entities.
 
-Bodies are msgpack or JSON, arrays in msgpack as msgpack-numpy has them: a map of `nd`, `type`, `kind`, `shape`, `data`.
+Bodies are msgpack or JSON. Arrays in msgpack are msgpack-numpy's: a map of `nd`, `type`, `kind`, `shape`, `data`.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class SieAudio(SieImage):
 
 
 class Item(http.Body):
-    """What is encoded: a text, or one image or sound by a model of these. Video and documents are not supported."""
+    """An input: a text, or one image or sound for models of these. Video and documents are not supported."""
 
     id: str | None = None
     text: str | None = None
     images: Annotated[
-        list[SieImage] | None, Field(description="with a text, or several, by models that read them in one input")
+        list[SieImage] | None, Field(description="with a text, or several, only for models that read them in one input")
     ] = None
-    audio: Annotated[SieAudio | None, Field(description="and no text with it")] = None
+    audio: Annotated[SieAudio | None, Field(description="without a text")] = None
     video: Annotated[Any | None, Field(description="not supported")] = None
     document: Annotated[Any | None, Field(description="not supported")] = None
 
@@ -78,7 +78,7 @@ Items = Annotated[list[Item], BeforeValidator(_counted)]
 
 
 class EncodeParams(http.Body):
-    """Which outputs, in which type, and how."""
+    """Outputs, their type, and options."""
 
     output_types: list[OutputType] | None = None
     output_dtype: OutputDtype | None = None
@@ -108,20 +108,20 @@ class SieScoreRequest(http.Body):
 
     query: Item
     items: Items
-    instruction: Annotated[
-        str | None, Field(description="by models that read texts and images in one input; not supported by others")
-    ] = None
+    instruction: Annotated[str | None, Field(description="only for models that read texts and images in one input")] = (
+        None
+    )
     options: http.AnyObject | None = None
     expect_fingerprint: http.ExpectedSpace = None
 
 
 class ExtractParams(http.Body):
-    """Which of the model's labels are wanted."""
+    """The labels to extract, and options."""
 
-    labels: Annotated[list[str] | None, Field(description="of the model's own labels; absent: all")] = None
+    labels: Annotated[list[str] | None, Field(description="some of the model's labels; absent: all")] = None
     output_schema: Annotated[Any | None, Field(description="not supported")] = None
     instruction: Annotated[str | None, Field(description="not supported")] = None
-    options: Annotated[http.AnyObject | None, Field(description="threshold: the least score, 0 to 1")] = None
+    options: Annotated[http.AnyObject | None, Field(description="threshold: minimum score, 0 to 1")] = None
 
 
 class SieExtractRequest(http.Body):
@@ -171,7 +171,7 @@ async def _read(inference: http.HttpInference, request: HttpRequest, kind: type[
     try:
         return await inference.read(request, kind, _body_format(request))
     except http.TooManyInputs as error:
-        inference.check_count(error.given)  # counts what is refused
+        inference.check_count(error.given)  # also counts the refusal
         raise
 
 

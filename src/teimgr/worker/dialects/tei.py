@@ -1,7 +1,7 @@
 """TEI's routes (Text Embeddings Inference 1.9.3), on an instance's own port and on the daemon's.
 
-One class per request, the encoders of their answers, then the handlers. Bodies, sentences and orders are TEI's;
-inference answers carry their cost in headers.
+One class per request, the encoders of answers, then the handlers. Bodies, messages and orders are TEI's; headers of
+inference answers have their cost.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _U64_MAX = 2**64 - 1
 _ENTRIES_AT_ONCE = 10_000
 Dimensions = Annotated[int, Field(ge=0, le=_U64_MAX)] | None
 Patches = Annotated[
-    bool, Field(description="also tells which vectors stand for the patches of a page image; each answer is an object")
+    bool, Field(description="adds the indices of vectors of a page image's patches; each answer is then an object")
 ]
 
 
 class OpenAICompatRequest(http.InferenceRequest):
-    """`POST /v1/embeddings`. `model` and `user` are read and not used: an instance serves one model."""
+    """`POST /v1/embeddings`. `model` and `user` are ignored: an instance serves one model."""
 
     input: http.Input
     model: Annotated[str | None, Field(description="not used")] = None
@@ -141,7 +141,7 @@ def similarities(job: Job) -> bytes:
 
 
 class TeiTruncation(http.Body):
-    """Fields for texts that are too long: null leaves it to the instance."""
+    """Fields for texts that are too long; null means the instance's default."""
 
     truncate: bool | None = None
     truncation_direction: http.TruncationDirection = "right"
@@ -157,7 +157,7 @@ class TeiTruncation(http.Body):
 
 
 class TeiInputsRequest(http.InferenceRequest, TeiTruncation):
-    """What all requests for vectors have."""
+    """Fields of all requests for vectors."""
 
     inputs: http.Input
     prompt_name: str | None = None
@@ -201,7 +201,7 @@ class TeiEmbedRequest(TeiInputsRequest):
 
 
 class TeiItemsRequest(TeiEmbedRequest):
-    """`POST /embed` with items of a type, which TEI does not have: texts and images, or one of them."""
+    """`POST /embed` with typed items, which TEI lacks: texts and images, or one of them."""
 
     inputs: Any
 
@@ -219,7 +219,7 @@ class TeiItemsRequest(TeiEmbedRequest):
 
 
 class TeiAllItemsRequest(TeiItemsRequest):
-    """`POST /embed_all` with such items."""
+    """`POST /embed_all` with typed items."""
 
     pool_factor: http.PoolFactor = 1.0
     patches: Patches = False
@@ -230,7 +230,7 @@ class TeiAllItemsRequest(TeiItemsRequest):
         options = self.options(served, output, prompt_name=self.prompt_name, pool_factor=self.pool_factor)
         encode = per_token
         if self.patches and self.pool_factor != 1.0:
-            message = "patches: pooled vectors stand for no patch: leave out `pool_factor`, or `patches`"
+            message = "patches: pooled vectors belong to no patch: leave out `pool_factor` or `patches`"
             raise http.BadRequest(422, message, "patches")
         if self.patches:
             assert served.tokenizer is not None
@@ -248,7 +248,7 @@ class TeiPredictRequest(http.InferenceRequest, TeiTruncation):
     inputs: http.PredictInput
     raw_scores: bool = False
     aggregation_strategy: Annotated[
-        Any, Field(description="none, or simple, groups of tokens; of token classifiers alone, TEI does not have it")
+        Any, Field(description="none, or simple for groups of tokens; only for token classifiers; not in TEI")
     ] = None
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
@@ -291,7 +291,7 @@ class TeiPredictRequest(http.InferenceRequest, TeiTruncation):
 
 
 class TeiRerankRequest(http.InferenceRequest, TeiTruncation):
-    """`POST /rerank`: texts by how well they answer a query."""
+    """`POST /rerank`: texts by relevance to a query."""
 
     query: str
     texts: list[str]
@@ -311,7 +311,7 @@ class TeiRerankRequest(http.InferenceRequest, TeiTruncation):
 
 
 class TeiRerankItemsRequest(TeiRerankRequest):
-    """`POST /rerank` with items of a type, which TEI does not have: texts, images, or both in one."""
+    """`POST /rerank` with typed items, which TEI lacks: texts, images, or both in one."""
 
     query: Any
     texts: Annotated[list[Any], Field(fail_fast=True)]
@@ -329,7 +329,7 @@ _WITH_ITEMS: dict[type[http.Body], type[TeiItemsRequest | TeiRerankItemsRequest]
 
 
 class TeiSimilarityInput(http.Body):
-    """A sentence, and those it is compared with."""
+    """A sentence, and the sentences to compare with it."""
 
     source_sentence: str
     sentences: list[str]
@@ -342,7 +342,7 @@ class TeiSimilarityParameters(TeiTruncation):
 
 
 class TeiSimilarityRequest(http.InferenceRequest):
-    """`POST /similarity`: how near sentences are to one sentence."""
+    """`POST /similarity`: similarity of sentences to one sentence."""
 
     inputs: TeiSimilarityInput
     parameters: TeiSimilarityParameters | None = None
@@ -358,7 +358,7 @@ class TeiSimilarityRequest(http.InferenceRequest):
         return http.JobSpec(inputs, options, similarities, served.spec.max_client_batch_size)
 
 
-# The request class of a body on a path that names no task.
+# The request class of paths without a task, by kind of model.
 REQUEST_OF_KIND: dict[str, type[http.InferenceRequest]] = {
     Kind.EMBEDDING: TeiEmbedRequest,
     Kind.SPARSE: TeiEmbedSparseRequest,
@@ -368,12 +368,12 @@ REQUEST_OF_KIND: dict[str, type[http.InferenceRequest]] = {
     Kind.TOKEN_CLASSIFIER: TeiPredictRequest,
 }
 
-# On /vertex a rerank request is recognized by its fields.
+# On /vertex, a rerank request is recognised by its fields.
 _OF_KIND = REQUEST_OF_KIND | {Kind.RERANKER: TeiPredictRequest}
 
 
 class TeiVertexRequest(http.Body):
-    """`POST /vertex`: what an instance may be depends on the model."""
+    """`POST /vertex`: the form of an instance depends on the model."""
 
     instances: Annotated[list[Any], Field(fail_fast=True)]
 
@@ -441,7 +441,7 @@ class TokenizeRequest(http.Body):
             free(tokens)
 
 
-# Parts of a reply that are joined on the event loop: half a millisecond.
+# Bytes joined on the event loop in one call: half a millisecond.
 _COPIED_BYTES = 2**20
 
 
@@ -480,7 +480,7 @@ class DecodeRequest(http.Body):
         return http.to_json(engine.tokenizer.decode(ids, self.skip_special_tokens))
 
 
-# How TEI's own parser reads each request.
+# The type of each request in TEI's parser.
 _TYPES: Mapping[type[http.Body], Struct] = {
     TeiEmbedRequest: tei_bodies.EMBED,
     TeiEmbedAllRequest: tei_bodies.EMBED_ALL,
@@ -550,15 +550,12 @@ def _items(kind: type[TeiItemsRequest | TeiRerankItemsRequest], body: bytes) -> 
 TEI_BODY = http.BodyFormat(is_ambiguous=_may_be_ambiguous, reparse=_reparse)
 
 
-# Written to JSON in one call, which holds the GIL.
+# Tokens written to JSON in one call, which holds the GIL.
 _TOKENS_AT_ONCE = 10_000
 
 
 def _batch(value: Any) -> Any:
     return value if value and isinstance(value[0], list) else [value]
-
-
-# Handlers.
 
 
 def info(served: http.ServedModel) -> dict[str, Any]:
@@ -682,7 +679,7 @@ def _tokenizer(kind: type[TokenizeRequest | DecodeRequest]) -> http.HttpHandler:
         try:
             answers: list[bytes] = []
             room = dispatcher.spec.max_message_bytes
-            for item in body.items(dispatcher.spec.max_client_batch_size):  # in turn with the items of other calls
+            for item in body.items(dispatcher.spec.max_client_batch_size):  # takes turns with the items of other calls
                 answers.append(await dispatcher.in_tokenizer_turns(answer(dispatcher.engine, item)))
                 if (room := room - len(answers[-1])) < 0:
                     raise TooLarge(f"Reply is larger than the limit of {dispatcher.spec.max_message_bytes} bytes")
@@ -707,7 +704,7 @@ async def _vertex(inference: http.HttpInference, request: HttpRequest) -> HttpRe
     return http.json_reply(within(written, inference.dispatcher.spec.max_message_bytes))
 
 
-OPENAI_PATHS = ("/v1/embeddings", "/embeddings")  # whose errors have OpenAI's fields
+OPENAI_PATHS = ("/v1/embeddings", "/embeddings")  # their errors have OpenAI's fields
 
 ROUTES: http.RouteTable = {
     ("POST", "/embed"): _inference(TeiEmbedRequest),

@@ -1,9 +1,9 @@
-"""TEI's request bodies as its parser has them: the fields, words and defaults of each route, and bodies that orjson may
-take in another sense: fields twice, -0 as an integer, deep nesting.
+"""TEI's request types: fields, texts and defaults of each route; and bodies that orjson may read differently: repeated
+fields, -0 as an integer, deep nesting.
 
 The types are from TEI 1.9.3 (`router/src/http/types.rs`). `tests/worker/dialects/test_tei_bodies.py` compares them with
-the request classes of `tei.py`. Another sense is looked for in two steps: a search of some microseconds, which also
-finds texts that look so, then the keys and numbers themselves.
+the request classes of `tei.py`. A search of some microseconds finds candidates of such bodies, false ones included; the
+keys and numbers of candidates are then checked.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from teimgr.worker.dialects.serde_types import (
 )
 
 _WINDOW_BYTES = 2**18
-_BYTES_A_STEP = 2**14  # a millisecond or two
+_BYTES_A_STEP = 2**14  # one to two milliseconds
 _DEEPEST = 100
-_LONGEST_NAME = 256  # of a field, each letter as an escape
+_LONGEST_NAME = 256  # bytes of a field's name with each letter escaped
 _QUOTE = b'"'[0]
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _IN_FLOATS = frozenset((b".", b"e", b"E", *(b"%d" % digit for digit in range(10))))
 _ESCAPED_LETTERS = (rb"\u005", rb"\u006", rb"\u007")
 _MINUS_ZERO = re.compile(rb"[:,\[\s]-0[\s,}\]]")  # an integer to orjson, a float to TEI
 _SPACE = re.compile(rb"[ \t\r\n]*+")
-# What leaves the depth as it is, lists and objects without others in them included.
+# Text that leaves the depth unchanged, including lists and objects of scalars.
 _SCALARS = rb'[^"\[\]{}]++|' + _STRING
 _SMALL = rb"\[(?:" + _SCALARS + rb")*+\]|\{(?:" + _SCALARS + rb")*+\}"
 _LEVEL = re.compile(rb"(?:" + _SCALARS + rb"|" + _SMALL + rb")*+", re.DOTALL)
@@ -77,7 +77,7 @@ _TEXTS = ListOf(Text())
 
 
 class PredictInputs:
-    """A text, a pair of texts, or a batch of those: what the first element is decides."""
+    """A text, a pair of texts, or a batch of those, distinguished by the first element."""
 
     _EXPECTED = (
         "a string, a pair of strings [string, string] or a batch of mixed strings and pairs "
@@ -206,7 +206,7 @@ def may_be_ambiguous(fields: Collection[bytes], body: bytes) -> bool:
     if len(body) > _WINDOW_BYTES:
         return _may_be_ambiguous_by_windows(fields, body)
     if b"\\u00" in body and any(letter in body for letter in _ESCAPED_LETTERS):
-        return True  # the name of a field may be written so, which the search below does not see
+        return True  # the search below does not find escaped field names
     return (b"-0" in body and _MINUS_ZERO.search(body) is not None) or (
         body.count(b":") > 1 and any(body.count(name) > 1 for name in fields)
     )
@@ -242,9 +242,9 @@ def is_ambiguous(fields: Collection[bytes], body: bytes) -> Steps[bool]:
         if at >= pause_at:
             pause_at = at + _BYTES_A_STEP
             yield
-        if at - start > _BYTES_A_STEP or at >= len(body):  # the run goes on, or the body ends
+        if at - start > _BYTES_A_STEP or at >= len(body):  # the run continues, or the body ends
             continue
-        if body[at] != _QUOTE:  # a minus
+        if body[at] != _QUOTE:  # a minus sign
             if body[at + 1 : at + 2] == b"0" and body[at + 2 : at + 3] not in _IN_FLOATS:
                 return True
             at += 1

@@ -20,12 +20,12 @@ _META = {"api_version": {"version": "1"}}
 
 
 class VllmTokenizeRequest(http.LenientBody):
-    """A text to tokenize, without a prompt of the model before it; chat messages are not supported."""
+    """A text to tokenize, without the model's prompt; chat messages are not supported."""
 
     model: http.ModelName = None
     prompt: str
     add_special_tokens: bool = True
-    return_token_strs: Annotated[bool | None, Field(description="true: the text of each token too")] = None
+    return_token_strs: Annotated[bool | None, Field(description="true adds the text of each token")] = None
 
     def answer(self, engine: Engine) -> Steps[dict[str, Any]]:
         tokens = yield from engine.tokenizer.tokenized(self.prompt, self.add_special_tokens, "")
@@ -100,7 +100,7 @@ def pieces(text: str, tokens: list[TokenSpan]) -> Steps[list[str]]:
 def _decoded(engine: Engine, ids: list[int]) -> str:
     if not ids:
         raise EmptyInput("`tokens` cannot be empty")
-    # As with texts: a multiple of what the model takes.
+    # A multiple of the model's limit, as for texts.
     if len(ids) > (most := engine.info.max_input_length * _TOKENS_PER_INPUT):
         raise InvalidInput(f"`tokens` must have at most {most} ids. Given: {len(ids)}")
     return engine.tokenizer.decode(ids, False)

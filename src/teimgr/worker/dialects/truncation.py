@@ -1,4 +1,4 @@
-"""vLLM's `truncate_prompt_tokens`: texts, ids and pairs, cut to a number of tokens."""
+"""vLLM's `truncate_prompt_tokens`: truncates texts, ids and pairs to a number of tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from teimgr.errors import InputTooLong
 from teimgr.wire.json_scan import Steps, in_steps
 from teimgr.worker import http_inference as http
 
-_PAIR_TOKENS = 2  # the most special tokens that join two texts beyond those of one
+_PAIR_TOKENS = 2  # the most special tokens of a pair in addition to those of a text
 
 FIELD = "truncate_prompt_tokens"
 Tokens = Annotated[
-    int | None, Field(ge=-1, description="cut to this many tokens, -1: to what the model takes; absent: no such cut")
+    int | None, Field(ge=-1, description="truncate to this many tokens; -1: to the model's limit; absent: do not")
 ]
 Side = Literal["left", "right"] | None
 
@@ -35,7 +35,7 @@ def token_limit(tokens: int | None, served: http.ServedModel) -> int | None:
 
 
 class Cut(NamedTuple):
-    """The field that bounds the tokens, the prompt that counts (None: the default one), and whether texts are cut."""
+    """The field with the limit, the prompt counted towards it (None: the default one), and whether texts are cut."""
 
     field: str = FIELD
     prompt_name: str | None = None

@@ -1,7 +1,7 @@
 """vLLM's pooling routes: scores, classes, and pooled outputs. https://docs.vllm.ai/en/latest/models/pooling_models
 
-As there, inputs that are too long are refused unless `truncate_prompt_tokens` is given: a number of tokens, or -1 for
-the most that the model takes.
+As in vLLM, inputs that are too long are refused unless `truncate_prompt_tokens` is given: a number of tokens, or -1 for
+the model's limit.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class VllmRequest(http.LenientBody):
     truncate_prompt_tokens: Tokens = None
     truncation_side: Side = None
     user: str | None = None
-    use_activation: Annotated[bool | None, Field(description="false: logits, or vectors of any length")] = None
+    use_activation: Annotated[bool | None, Field(description="false: logits, or vectors without normalisation")] = None
     activation: Annotated[bool | None, Field(description="older name of use_activation")] = None
     softmax: Annotated[bool | None, Field(description="older name of use_activation")] = None
-    add_special_tokens: Annotated[bool | None, Field(description="false: for ids alone")] = None
+    add_special_tokens: Annotated[bool | None, Field(description="false only for token ids")] = None
 
     @property
     def raw(self) -> bool:
@@ -64,7 +64,7 @@ class VllmRequest(http.LenientBody):
 
 
 class VllmScoreRequest(VllmRequest):
-    """One text or as many as on the other side, and those they are compared with."""
+    """Texts to compare: one with one, one with several, or pairs in order."""
 
     queries: Text | None = None
     documents: Text | None = None
@@ -73,9 +73,9 @@ class VllmScoreRequest(VllmRequest):
     text_2: Text | None = None
     data_1: Text | None = None
     data_2: Text | None = None
-    instruction: Annotated[
-        str | None, Field(description="by models that read texts and images in one input; not supported by others")
-    ] = None
+    instruction: Annotated[str | None, Field(description="only for models that read texts and images in one input")] = (
+        None
+    )
 
     _QUERIES: ClassVar = ("queries", "text_1", "data_1")
     _DOCUMENTS: ClassVar = ("documents", "items", "text_2", "data_2")
@@ -102,7 +102,7 @@ class VllmScoreRequest(VllmRequest):
 
 
 class VllmScoreItemsRequest(openai.MediaOptions, VllmScoreRequest):
-    """Contents of texts and images in the places of texts."""
+    """Contents of texts and images in place of texts."""
 
     queries: Any = None
     documents: Any = None
@@ -144,7 +144,7 @@ class VllmClassifyRequest(VllmRequest):
     """Texts or ids to classify. `raw_scores` is Infinity's field: with it the answer has Infinity's form."""
 
     input: http.Input
-    raw_scores: Annotated[bool | None, Field(description="Infinity's: answered in its form")] = None
+    raw_scores: Annotated[bool | None, Field(description="Infinity's; the answer has its form")] = None
 
 
 class VllmPoolingRequest(VllmRequest):
@@ -161,7 +161,7 @@ class VllmPoolingRequest(VllmRequest):
     padding: openai.Padding = None
     messages: Annotated[
         Any,
-        Field(description="in place of `input`, for embed and token_embed: as in /v1/embeddings"),
+        Field(description="as in /v1/embeddings, in place of `input`, for embed and token_embed"),
     ] = None
 
 
@@ -270,11 +270,11 @@ async def _pool(inference: http.HttpInference, body: VllmPoolingRequest, inputs:
 
 def _pooling_job(body: VllmPoolingRequest, inputs: list[EngineInput], served: http.ServedModel) -> http.JobSpec:
     input_checks.need_texts(inputs, "input")
-    if body.input is not None or not served.model.fused:  # a chat has its own
+    if body.input is not None or not served.model.fused:  # a chat has its own special tokens
         input_checks.need_special_tokens(inputs, body.add_special_tokens)
     output = _output(body.task, served)
     if body.dimensions is not None and output is not Output.DENSE:
-        raise http.BadRequest(400, "dimensions: is for task embed alone", "dimensions")
+        raise http.BadRequest(400, "dimensions: is only for task embed", "dimensions")
     normalize = body.normalize is not False and not body.raw and served.model.kind != Kind.SPARSE
     how: dict[str, Any] = {"raw_scores": body.raw, "pool_factor": body.pool_factor, "dimensions": body.dimensions}
     options = body.options(output, normalize=normalize, **how)

@@ -1,7 +1,6 @@
 """Voyage's embeddings, of texts and of contents with images, and its reranking: https://docs.voyageai.com/reference.
 
-Its fields are honoured on the shared paths `/v1/embeddings` and `/v1/rerank` too; `/voyage/v1` has its defaults and
-errors.
+The shared paths `/v1/embeddings` and `/v1/rerank` honour its fields too; `/voyage/v1` has its defaults and errors.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from teimgr.worker import http_inference as http
 from teimgr.worker import images
 from teimgr.worker.dialects import openai, rerank
 
-_MAX_INPUTS = 1000  # of the official service
+_MAX_INPUTS = 1000  # as in the official service
 
 
 class VoyageMultimodalRequest(http.LenientBody):
-    """Contents of texts, images, or both where the model reads both in one input; each has one vector."""
+    """Contents of texts, images, or both if the model reads both in one input; each gets one vector."""
 
     model: http.ModelName = None
     inputs: Annotated[
         list[dict[str, Any]], Field(description="objects with `content`: parts of text, image_url or image_base64")
     ]
-    input_type: Annotated[str | None, Field(description="query or document: chooses the model's prompt")] = None
-    truncation: Annotated[bool, Field(description="false: what is too long is refused")] = True
+    input_type: Annotated[str | None, Field(description="query or document: selects the model's prompt")] = None
+    truncation: Annotated[bool, Field(description="false refuses inputs that are too long")] = True
     output_encoding: Annotated[Literal["base64"] | None, Field(description="absent: lists of numbers")] = None
-    encoding_format: Annotated[Literal["float", "base64"] | None, Field(description="what its client sends")] = None
+    encoding_format: Annotated[Literal["float", "base64"] | None, Field(description="sent by Voyage's client")] = None
     output_dimension: Annotated[http.U32 | None, Field(description="leading dimensions to keep")] = None
     output_dtype: Annotated[openai.ElementType | None, Field(description="element type of the vectors")] = None
 

@@ -1,4 +1,4 @@
-"""Weaviate's containers of its modules text2vec-transformers and reranker-transformers: a vector of a text, and scores.
+"""The API of Weaviate's containers for text2vec-transformers and reranker-transformers: a text's vector, and scores.
 
 https://docs.weaviate.io/weaviate/modules/custom-modules. Vectors have length 1, as in every dialect here.
 """
@@ -22,11 +22,9 @@ _ANY_MODEL = "masked_mean"  # the default of Weaviate's modules
 class WeaviateVectorConfig(http.LenientObject):
     """How the text is embedded."""
 
-    pooling_strategy: Annotated[
-        str | None, Field(description="masked_mean, which every model takes, or the pooling of the model")
-    ] = None
+    pooling_strategy: Annotated[str | None, Field(description="masked_mean, ignored, or the model's pooling")] = None
     task_type: Annotated[
-        Literal["query", "passage"] | None, Field(description="chooses the model's prompt for queries or documents")
+        Literal["query", "passage"] | None, Field(description="selects the model's prompt for queries or documents")
     ] = None
     dimensions: Annotated[http.U32 | None, Field(description="leading dimensions to keep; 0: all")] = None
 
@@ -60,11 +58,11 @@ class WeaviateVectorRequest(http.InferenceRequest, http.LenientBody):
 
 
 class WeaviateRerankRequest(http.InferenceRequest, http.LenientBody):
-    """`POST /rerank`: documents to score in their order; without them `property` is the one."""
+    """`POST /rerank`: documents to score in order, or one document as `property`."""
 
     query: str
     documents: list[str] | None = None
-    property: Annotated[str | None, Field(description="the document, where there are no `documents`")] = None
+    property: Annotated[str | None, Field(description="the document, if `documents` is absent")] = None
 
     def job(self, served: http.ServedModel) -> http.JobSpec:
         texts = [self.property or ""] if self.documents is None else self.documents
