@@ -171,7 +171,7 @@ def test_the_library_decides_as_the_policy_does(tmp_path: Path) -> None:
 
     for _ in range(1500):
         now_ns += draw.randrange(NS_PER_S)
-        day += draw.random() < 0.01
+        day += draw.choices((0, 1, -1, -2), (980, 12, 6, 2))[0]
         if charges and draw.random() < 0.4:
             slips, tokens = charges.pop(draw.randrange(len(charges)))
             back = draw.choice((0, tokens, draw.randrange(tokens + 1)))
@@ -189,7 +189,7 @@ def test_the_library_decides_as_the_policy_does(tmp_path: Path) -> None:
                 assert len({till.wait_ns(slip) for till, slip in zip(tills, slips, strict=True)}) == 1
         spent = [table.spent(tenant) for table, tenant in zip(tables, tenants, strict=True)]
         assert spent[0][:2] == spent[1][:2]
-        assert len({each.of_day if each.day == day else 0 for each in spent}) == 1
+        assert spent[0][2:] == spent[1][2:]
         assert tables[0].in_flight(tenants[0]) == tables[1].in_flight(tenants[1])
     assert len(refused) == 4  # each quota, and none
     for table in tables:

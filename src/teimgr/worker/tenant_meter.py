@@ -457,9 +457,9 @@ class LockedTill:
             in_flight = table.in_flight(tenant) if self._is_in_flight and limits.concurrent else 0
             verdict = quotas.charge(limits, spent, in_flight, tokens, now_ns, day)
             slip.write(verdict.receipt, verdict.wait_ns)
+            table.write_spent(tenant, verdict.spent)
             if verdict.refused_by is not None:
                 return quotas.LIMITS.index(verdict.refused_by) + 1
-            table.write_spent(tenant, verdict.spent)
             table.words[self._own] += tokens if self._is_in_flight else 0
             return 0
 

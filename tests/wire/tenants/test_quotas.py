@@ -147,6 +147,20 @@ def test_tokens_of_a_day_end_with_it_and_so_does_their_refund() -> None:
     assert refund(next_day.spent, first.receipt, 100, now_ns).of_day == 60
 
 
+def test_a_clock_that_goes_back_across_midnight_gives_no_second_quota() -> None:
+    limits, now_ns = Limits(daily=100), 10**15
+    of_the_day = charge(limits, Spent(day=DAY, of_day=100), 0, 60, now_ns, DAY + 1)
+
+    late = charge(limits, of_the_day.spent, 0, 40, now_ns, DAY)
+    assert late.refused_by is None
+    assert late.spent == Spent(day=DAY + 1, of_day=100)
+    assert charge(limits, late.spent, 0, 1, now_ns, DAY + 1).refused_by is Code.DAILY_TOKENS_EXCEEDED
+    assert charge(limits, late.spent, 0, 1, now_ns, DAY).refused_by is Code.DAILY_TOKENS_EXCEEDED
+    assert room(limits, late.spent, 0, now_ns, DAY) == 0
+    assert refund(late.spent, late.receipt, 40, now_ns).of_day == 60
+    assert charge(limits, late.spent, 0, 100, now_ns, DAY - 1).refused_by is None  # it was a day and more ahead
+
+
 def test_lower_limits_count_at_once_and_a_full_bucket_says_so() -> None:
     generous, now_ns = Limits(rate=1, burst=1000), 10**15
     spent = charge(generous, Spent(), 0, 1000, now_ns, DAY).spent

@@ -73,6 +73,7 @@ static int is_over_day(struct tenant_receipt *receipt, int64_t tokens, int64_t d
     if (daily == 0) return 0;
     int64_t before = atomic_load(tenant + SPENT), used;
     do {
+        if (before >> DAY_SHIFT == day + 1) day++;  // as _charged_day of quotas.py
         used = tokens + (before >> DAY_SHIFT == day ? before - (day << DAY_SHIFT) : 0);
         if (used > daily) return 1;
     } while (!atomic_compare_exchange_weak(tenant + SPENT, &before, (day << DAY_SHIFT) + used));
@@ -92,10 +93,11 @@ void tenant_refund_at(struct tenant_receipt *receipt, int64_t tokens, int64_t no
         } while (!atomic_compare_exchange_weak(tenant + REFUNDED, &before, before + back_ns));
     }
     if (receipt->day != 0) {
-        int64_t before = atomic_load(tenant + SPENT);
+        int64_t before = atomic_load(tenant + SPENT), back;
         do {
             if (before >> DAY_SHIFT != receipt->day) return;
-        } while (!atomic_compare_exchange_weak(tenant + SPENT, &before, before - tokens));
+            back = lesser(tokens, before - (receipt->day << DAY_SHIFT));  // a clock may have left the day and returned
+        } while (!atomic_compare_exchange_weak(tenant + SPENT, &before, before - back));
     }
 }
 

@@ -69,9 +69,12 @@ def charge(limits: Limits, spent: Spent, in_flight: int, tokens: int, now_ns: in
     rate_code, daily_code, concurrent_code = LIMITS
     if limits.concurrent and in_flight + tokens > limits.concurrent:
         return Verdict(spent, refused_by=concurrent_code)
+    day = _charged_day(spent, day)
     of_day = spent.of_day if spent.day == day else 0
     if limits.daily and of_day + tokens > limits.daily:
         return Verdict(spent, refused_by=daily_code)
+    if limits.daily:
+        spent = spent._replace(day=day, of_day=of_day)  # a refused call begins the day too, as in the library
     arrival_ns = spent.arrival_ns
     if limits.rate:
         burst_ns = time_of(limits.burst, limits.rate)
@@ -80,9 +83,8 @@ def charge(limits: Limits, spent: Spent, in_flight: int, tokens: int, now_ns: in
         if (wait_ns := arrival_ns - now_ns - burst_ns) > 0:
             return Verdict(spent, refused_by=rate_code, wait_ns=wait_ns)
     receipt = Receipt(tokens, limits.rate, day if limits.daily else 0, arrival_ns, spent.refunded_ns)
-    if limits.daily:
-        spent = spent._replace(day=day, of_day=of_day + tokens)
-    return Verdict(spent._replace(arrival_ns=arrival_ns), receipt)
+    of_day = of_day + tokens if limits.daily else spent.of_day
+    return Verdict(spent._replace(arrival_ns=arrival_ns, of_day=of_day), receipt)
 
 
 def may_pass(limits: Limits, arrival_ns: int, of_day: int, tokens: int, now_ns: int) -> bool:
@@ -108,7 +110,7 @@ def refund(spent: Spent, receipt: Receipt, tokens: int, now_ns: int) -> Spent:
         back_ns = min(tokens * NS_PER_S // receipt.rate, left_ns)
         spent = spent._replace(arrival_ns=spent.arrival_ns - back_ns, refunded_ns=spent.refunded_ns + back_ns)
     if receipt.day and receipt.day == spent.day:
-        spent = spent._replace(of_day=spent.of_day - tokens)
+        spent = spent._replace(of_day=max(0, spent.of_day - tokens))  # a clock may have left the day and returned
     return spent
 
 
@@ -127,10 +129,19 @@ def room(limits: Limits, spent: Spent, in_flight: int, now_ns: int, day: int) ->
     if limits.rate:
         left.append(remaining(limits.burst, limits.rate, spent.arrival_ns, now_ns)[0])
     if limits.daily:
-        left.append(limits.daily - (spent.of_day if spent.day == day else 0))
+        left.append(limits.daily - (spent.of_day if spent.day == _charged_day(spent, day) else 0))
     if limits.concurrent:
         left.append(limits.concurrent - in_flight)
     return max(0, min(left, default=0))
+
+
+def _charged_day(spent: Spent, day: int) -> int:
+    """Return the day to which a charge on `day` counts: the last one, if that is the day after.
+
+    A worker may have read the clock just before midnight, and a clock may be set back across midnight. Without this
+    rule such a charge would erase the tokens of the new day, and the tenant would have two quotas.
+    """
+    return spent.day if spent.day == day + 1 else day
 
 
 LEASE_S = 2.0
