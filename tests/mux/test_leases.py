@@ -264,6 +264,49 @@ async def test_an_answer_that_comes_too_late_gives_all_back(fleet: Fleet, later:
     assert fleet.spent("daily") == 0
 
 
+async def test_each_call_waits_its_own_time_for_a_decision(fleet: Fleet, later: Any) -> None:
+    mux = Mux(fleet)
+    mux.is_up = False
+    _, first = mux.call("daily", 10)
+    _, shadow = mux.call("shadow", 10)
+    await later(0.9)
+    _, second = mux.call("daily", 20)
+    await later(0.2)
+    assert isinstance(first[0], Unavailable)
+    assert shadow == [None]
+    assert second == []  # asked again, as the daemon has not answered the request before
+
+    mux.is_up = True
+    for line in mux.lines:
+        if "lease" in line:
+            mux.leases.take(line)
+    await later(LEASE_S)
+    await later(1)
+
+    assert second == [None]
+    assert len(first) == 1
+    assert fleet.spent("daily") == 20
+
+
+@pytest.mark.parametrize("answer", [[[], 0], [[None, None], 0], [[[7]], 0], [[None], -1], [[None], "many"]])
+async def test_an_answer_that_does_not_fit_its_request_decides_nothing(
+    fleet: Fleet, later: Any, answer: list[Any]
+) -> None:
+    mux = Mux(fleet)
+    mux.is_up = False
+    _, decisions = mux.call("daily", 10)
+    number = mux.lines[0]["lease"][0]
+
+    with pytest.raises((ValueError, TypeError)):
+        mux.send(leased=json.dumps([number, *answer]))
+    mux.disconnect()  # what its server does then
+    assert decisions == []
+
+    mux.is_up = True
+    mux.connect()
+    assert decisions == [None]
+
+
 async def test_a_caller_who_left_before_the_decision_is_charged_nothing(fleet: Fleet, later: Any) -> None:
     mux = Mux(fleet)
     mux.is_up = False
@@ -298,6 +341,7 @@ async def test_a_shadow_passes_and_use_is_counted_by_the_daemon(fleet: Fleet, la
 
     [row] = fleet.registry.usage()
     assert row[:6] == ("free", "a", "model-a", 7, 0, 1)
+    assert fleet.registry.callers("a") == {fleet.numbers["free"]: 7}
 
 
 async def test_terms_are_another_object_once_they_have_changed(fleet: Fleet) -> None:

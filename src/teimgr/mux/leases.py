@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from teimgr.errors import Overloaded, TeimgrError, Unavailable, error_from_code
 from teimgr.wire.json_messages import write_line
-from teimgr.wire.tenants.quotas import LEASE_S, MAX_ROWS, lease_wanted, mean_use
+from teimgr.wire.tenants.quotas import LEASE_S, MAX_ROWS, MAX_TOKENS, lease_wanted, mean_use
 from teimgr.wire.tenants.table import COUNTERS, Counter
 
 _ANSWER_S = 1.0
-"""How long a call waits for the daemon's decision, or for the next daemon."""
+"""How long each call waits for the daemon's decision, or for the next daemon."""
 _RETRY_S = 1.0
 _PAUSE_S = 0.1  # between requests for a lease, once less was given: else part after part would take all that is left
 _REPORT_S = 0.02
@@ -57,9 +57,19 @@ class LeasedCharge:
         self.is_shadowed = False
         self.tokens = 0
         self.drawn: list[tuple[Lease, int]] = []
-        self.is_over = False
+        self.is_over = self.is_decided = False
+        self.waits_until = 0.0
         self._purse = purse
         self._later: Later | None = None
+
+    def wait_until(self, at: float) -> None:
+        """Wait until then for a decision, on the loop's clock."""
+        self.waits_until = at
+
+    def give_up(self, refusal: TeimgrError | None) -> None:
+        """Decide without the daemon. If it grants the tokens after a refusal, all are given back."""
+        self.is_over = refusal is not None
+        self.decide(refusal)
 
     def charge(self, tokens: int, later: Later | None = None) -> None:
         """Charge the job; `later` gets the decision, at once where enough is leased."""
@@ -67,6 +77,7 @@ class LeasedCharge:
         self._purse.draw(self)
 
     def decide(self, refusal: TeimgrError | None) -> None:
+        self.is_decided = True
         later, self._later = self._later, None
         if self.is_over:
             self._purse.give_back(self, 0)
@@ -130,6 +141,7 @@ class Purse:
         elif len(self._waiting) >= _MAX_WAITING:
             charge.decide(Overloaded("Too many calls of the key wait for its quota", _RETRY_S))
         else:
+            charge.wait_until(now + self._book.wait_s())
             self._waiting[charge] = None
         self.ask()
 
@@ -148,8 +160,7 @@ class Purse:
 
     def ask(self) -> None:
         """Send the waiting calls, and ask for a lease before the last one is used up; one request at a time."""
-        if self._waiting and self._timer is None:
-            self._timer = self._loop.call_later(self._book.wait_s(), self._refuse)
+        self._set_timer()
         if self._asked is not None or not self._book.has_daemon:
             return
         now, left = self._loop.time(), sum([lease.left for lease in self._leases])
@@ -164,43 +175,60 @@ class Purse:
         self._book.send(lease=[number, self._tenant, [charge.tokens for charge in needs], wanted])
 
     def answered(self, decisions: list[Any], given: int) -> None:
-        """Apply the daemon's decisions on the calls of the request, and its lease of `given` tokens."""
+        """Apply the daemon's decisions on the calls of the request, and its lease of `given` tokens.
+
+        Raises:
+            ValueError, TypeError: it is malformed; nothing is applied.
+        """
         assert self._asked is not None
+        if len(decisions) != len(self._asked.needs) or type(given) is not int or not 0 <= given <= MAX_TOKENS:
+            raise ValueError(f"{len(decisions)} decisions on {len(self._asked.needs)} calls, and {given!r} tokens")
+        refusals = [_refusal(each) for each in decisions]
         (number, needs, wanted, asked_at), self._asked = self._asked, None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         if given:
             self._leases.append(lease := Lease(number, len(needs), given))
             self._loop.call_at(asked_at + LEASE_S, self._end, lease)
         if given < wanted:
             self._again_at = self._loop.time() + _PAUSE_S
-        for place, (charge, decision) in enumerate(zip(needs, decisions, strict=True)):
-            if isinstance(decision, list):
-                code, text, retry_s = decision
-                charge.decide(error_from_code(code, text, retry_after_s=retry_s))
-            else:
+        for place, (charge, refusal) in enumerate(zip(needs, refusals, strict=True)):
+            if refusal is None:
                 charge.drawn = [(Lease(number, place, 0, open=1), charge.tokens)]
-                charge.is_shadowed = decision is True
-                charge.decide(None)
+                charge.is_shadowed = decisions[place] is True
+            charge.decide(refusal)
         self.ask()
 
     def lost(self) -> None:
         """Withdraw the open request: the calls wait for the next daemon."""
         if self._asked is not None:
             asked, self._asked = self._asked, None
-            self._waiting = dict.fromkeys(asked.needs) | self._waiting
+            self._waiting = dict.fromkeys([each for each in asked.needs if not each.is_decided]) | self._waiting
             self._book.forget(asked.number)
+
+    def _undecided(self) -> list[LeasedCharge]:
+        """Return the calls that wait, in their order; the daemon was asked about the first ones."""
+        asked = self._asked.needs if self._asked is not None else []
+        return [*(each for each in asked if not each.is_decided), *self._waiting]
+
+    def _set_timer(self) -> None:
+        """Wake when the first call has waited long enough; later ones have their own time."""
+        if self._timer is None and (undecided := self._undecided()):
+            self._timer = self._loop.call_at(min(each.waits_until for each in undecided), self._refuse)
 
     def _refuse(self) -> None:
         """Refuse the calls on which no daemon has decided in time; calls of a `shadow` key pass."""
         self._timer = None
-        self.lost()
-        waiting, self._waiting = self._waiting, {}
-        for charge in waiting:
+        now = self._loop.time()
+        for charge in [each for each in self._undecided() if each.waits_until <= now]:
+            self._waiting.pop(charge, None)
             error = Unavailable("The daemon's host, which has the quota of the key, cannot be reached")
             error.try_after(_RETRY_S)
-            charge.decide(None if self.terms.is_shadow else error)
+            charge.give_up(None if self.terms.is_shadow else error)
+        if self._asked is not None and all([each.is_decided for each in self._asked.needs]):
+            self.lost()
+        if self._waiting:
+            self.ask()
+        else:
+            self._set_timer()
 
     def _take(self, charge: LeasedCharge) -> None:
         need = charge.tokens
@@ -219,6 +247,14 @@ class Purse:
     def _close(self, lease: Lease) -> None:
         if not (lease.left or lease.open):
             self._book.settled(lease.number, lease.place, lease.computed)
+
+
+def _refusal(decision: Any) -> TeimgrError | None:
+    """Return the refusal in a decision of the daemon. Raises ValueError, TypeError: it is none of the protocol's."""
+    if decision is None or decision is True:
+        return None
+    code, text, retry_s = decision
+    return error_from_code(code, text, retry_after_s=retry_s)
 
 
 class LeasedMeters:
@@ -243,8 +279,9 @@ class LeasedMeters:
             self._learn(message["terms"], daemon)
         if "leased" in message:
             number, decisions, given = message["leased"]
-            if (purse := self._asked.pop(number, None)) is not None:
+            if (purse := self._asked.get(number)) is not None:
                 purse.answered(decisions, given)
+                del self._asked[number]
             else:  # too late
                 granted = [place for place, each in enumerate(decisions) if not isinstance(each, list)]
                 for place in (*granted, len(decisions)):

@@ -172,6 +172,7 @@ class TenantRegistry:
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._totals = UsageTotals()
+        self._elsewhere: dict[str, dict[int, int]] = {}  # tokens by instance and tenant, as muxes of other hosts report
         self._writing = threading.Lock()
         self._turn = self._written_turn = 0  # of the last totals made, and written
         self._written = b""
@@ -240,6 +241,9 @@ class TenantRegistry:
         if key not in totals and len(totals) >= _MAX_COUNTED:
             key = UsageKey(key.key, _OTHERS, "")
         _add(totals, {key: tuple(counts)})
+        if instance in self._elsewhere or len(self._elsewhere) < _MAX_COUNTED:
+            tokens = self._elsewhere.setdefault(instance, {})
+            tokens[number] = tokens.get(number, 0) + counts[Counter.TOKENS]
 
     def usage(self) -> list[UsageRow]:
         """What was used up to now, by key, instance and model."""
@@ -248,8 +252,14 @@ class TenantRegistry:
         return [UsageRow(each.key or None, each.instance, each.model, *counts) for each, counts in totals]
 
     def callers(self, instance: str) -> Mapping[int, int]:
-        """Tokens that the workers of now have computed for each tenant; nothing while no key is required."""
-        return {} if self._table is None else self._table.callers(instance)
+        """Tokens computed for each tenant by the workers of now, and for calls at muxes of other hosts so far.
+
+        Nothing while no key is required.
+        """
+        found = {} if self._table is None else self._table.callers(instance)
+        for tenant, tokens in self._elsewhere.get(instance, {}).items():
+            found[tenant] = found.get(tenant, 0) + tokens
+        return found
 
     def badge(self, tenant: int) -> str:
         """A name that a tenant keeps and that does not tell who it is; "" for calls without a key."""
