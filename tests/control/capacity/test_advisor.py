@@ -197,6 +197,37 @@ async def test_the_next_daemon_sees_that_the_update_which_takes_one_back_is_over
     assert setup.fleet.notes[-1].event == "taken_back"
 
 
+async def test_a_clock_that_is_set_back_delays_no_judgement() -> None:
+    setup = Setup()
+    setup.fleet.time = 1e6
+    await setup.applied()
+    setup.fleet.time = 0.0
+    await setup.advisor.judge()
+    setup.fleet.time = 61
+    await setup.advisor.judge()
+    assert setup.state()[0] == "taken_back"
+    setup.fleet.time += 86401
+    await setup.advisor.look()
+    assert [each.id for each in await setup.advisor.recommendations()] == ["idle.a"]
+
+
+async def test_an_instance_that_is_deleted_while_it_is_taken_back_ends_its_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = Setup()
+    await setup.applied()
+
+    async def update(name: str, changes: Mapping[str, Any]) -> InstanceView:
+        view = setup.fleet.get(name)
+        setup.fleet.spec = None
+        return view
+
+    monkeypatch.setattr(setup.fleet, "update", update)
+    setup.fleet.time = 61
+    await setup.advisor.judge()
+    assert setup.state()[0] == "superseded"
+
+
 async def test_a_deleted_instance_ends_its_record() -> None:
     setup = Setup()
     await setup.applied()

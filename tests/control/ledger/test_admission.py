@@ -113,3 +113,26 @@ async def test_the_system_shows_of_a_loaded_worker_only_what_it_takes_now() -> N
     admission.settle(held, spec, "cpu", 30 * MIB, 0)
     ledger.report("", "host memory", 1000 * MIB, 70 * MIB + HEADROOM_BYTES)
     assert ledger.free("") == 70 * MIB
+
+
+async def test_a_load_that_ends_after_it_was_woken_keeps_none_behind_it_waiting() -> None:
+    refreshing, may_refresh = asyncio.Event(), asyncio.Event()
+
+    async def refresh() -> None:
+        refreshing.set()
+        await may_refresh.wait()
+
+    admission = Admission(Ledger(host_budget=100 * MIB), Known(), refresh)
+    loading = await admission.take(_spec("loading"), "cpu")
+    first = asyncio.create_task(admission.take(_spec("large"), "cpu"))  # will fit, as it is expected
+    await asyncio.sleep(0)
+    second = asyncio.create_task(admission.take(_spec("small"), "cpu"))
+    await asyncio.sleep(0)
+    admission.release(loading)  # the last change of the ledger
+    await asyncio.wait_for(refreshing.wait(), 30)
+
+    first.cancel()
+    may_refresh.set()
+
+    assert (await asyncio.wait_for(second, 30)).instance == "small"
+    assert not admission.claimed("")

@@ -50,6 +50,7 @@ class ScriptedOwner:
         self.may_unload = asyncio.Event()
         self.may_unload.set()
         self.refused_loads: list[Exception] = []
+        self.refused_unloads: list[Exception] = []
         self.failed_code: Code | None = None
         self.given_up: list[str] = []
         self.lost_places = 0  # how many instances go before the call that they are made for
@@ -102,6 +103,8 @@ class ScriptedOwner:
         self.loaded.set()
 
     async def unload(self, name: str, reason: str, incident: Incident | None) -> bool:
+        if self.refused_unloads:
+            raise self.refused_unloads.pop()
         if name in self.busy:
             return False
         self.unloads.append(name)
@@ -409,6 +412,38 @@ async def test_a_model_that_is_pinned_while_it_is_loaded_is_not_evicted(caplog: 
         owner.remove("b")
         with pytest.raises(TeimgrError):
             await waiting
+
+
+async def test_a_model_whose_unloading_fails_by_a_defect_serves_on() -> None:
+    async with running() as (owner, residence):
+        for name in ("a", "b"):
+            owner.declare_instance(name)
+        owner.publish("a", State.RUNNING)
+        waiting = asyncio.create_task(call(residence, "b"))
+        await owner.loaded.wait()
+        owner.refused_unloads = [KeyError("a defect")]
+        relieved = asyncio.create_task(residence.relieve("b", 50, 10, {"a": 50}))
+        await eventually(lambda: not owner.refused_unloads)
+        await eventually(lambda: residence.phases()["a"] == "loaded")
+        assert await asyncio.wait_for(call(residence, "a"), 30) == "a"
+        owner.remove("b")
+        assert not await asyncio.wait_for(relieved, 30)
+        with pytest.raises(TeimgrError):
+            await waiting
+
+
+async def test_a_load_that_is_not_given_up_after_all_is_not_taken_for_a_loaded_model() -> None:
+    async with running() as (owner, residence):
+        owner.declare_instance("a")
+        waiting = asyncio.create_task(call(residence, "a"))
+        await owner.loaded.wait()
+        owner.busy.add("a")  # as while it is updated
+        relieved = asyncio.create_task(residence.relieve("a", 50, 10, {"other": 50}))
+        with pytest.raises(Unavailable):
+            await waiting
+        assert not await asyncio.wait_for(relieved, 30)
+        await eventually(lambda: residence.phases()["a"] in ("loading", "loaded"))
+        assert residence.phases()["a"] == "loading"
 
 
 @pytest.mark.parametrize("error", [Unavailable("not now"), KeyError("a defect")], ids=["refused", "defect"])

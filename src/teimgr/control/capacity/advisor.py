@@ -77,6 +77,10 @@ class Applied:
     def ends(self, state: str, result: str) -> None:
         self.state, self.result = state, result
 
+    def follow_clock(self, now: float) -> None:
+        """Judge it within its window, even if the clock was ahead when it was applied and was set back since."""
+        self.until = min(self.until, now + self.window_secs)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"expects": self.expects._asdict()}
 
@@ -150,6 +154,7 @@ class Advisor:
         await self.look()
         cards = await self._cards.read()
         watched = {each.instance for each in self._applied if each.state == "watched"}
+        self._follow_clock()
         recent = [each for each in self._applied if self._clock() < each.until + _NOT_AGAIN_S]
         vain = {each.id for each in recent if each.state == "taken_back"}
         found: list[Recommendation] = []
@@ -198,17 +203,17 @@ class Advisor:
 
     async def judge(self) -> None:
         """Judge what has had its window: keep it, or take it back."""
+        self._follow_clock()
         due = [each for each in self._applied if each.state == "watched"]
         before = [(each.state, each.until) for each in due]
         cards = await self._cards.read() if due else Inventory()
         for each in due:
             try:
                 view = self._fleet.get(each.instance)
-            except InstanceNotFound:
+                if view.update is None or view.update.state != "rolling":
+                    await self._judge(each, view, cards)
+            except InstanceNotFound:  # before, or while it was judged
                 each.ends("superseded", "the instance was deleted")
-                continue
-            if view.update is None or view.update.state != "rolling":
-                await self._judge(each, view, cards)
         if before != [(each.state, each.until) for each in due]:
             self._keep()
 
@@ -253,6 +258,8 @@ class Advisor:
         record.reversal, record.tries, record.until = figures, record.tries + 1, self._clock() + record.window_secs
         try:
             await self._fleet.update(record.instance, record.before)
+        except InstanceNotFound:
+            raise
         except TeimgrError as error:
             record.reversal, record.result = None, f"not taken back: {error.message}"
             log.warning("not taken back", extra={"instance": record.instance, "reason": error.message})
@@ -281,6 +288,10 @@ class Advisor:
         if card is None or room < _CARD_PER_HELD * size / len(held):
             return Memory(size, batch * len(held))
         return Memory(size, batch * len(held), Card(card.index, card.name, room))
+
+    def _follow_clock(self) -> None:
+        for each in self._applied:
+            each.follow_clock(self._clock())
 
     def _keep(self) -> None:
         self._kept.put(_SECTION, [each.to_dict() for each in self._applied])

@@ -112,6 +112,9 @@ class Admission:
         self._claims.append(claim)
         try:
             return await self._granted(spec, footprint, place)
+        except BaseException:
+            self._wake_next(place.host)  # it may have been woken in place of the next one
+            raise
         finally:
             self._claims.remove(claim)
 

@@ -491,14 +491,19 @@ class Residence:
         if evicted_for is not None:
             incident = Incident(event="evicted", reason=eviction_reason(reason, evicted_for), at=now_rfc3339())
         done = False
-        with suppress(TeimgrError):
+        try:
             done = await self._owner.unload(name, reason, incident)
+        except Exception as error:  # also a defect: else its calls, and the model that needs its memory, wait for ever
+            if not isinstance(error, TeimgrError):
+                log.exception("a model was not unloaded", extra={"instance": name})
         log.info(
             "unload" if done else "not unloaded: it has calls, or is pinned now",
             extra={"instance": name, "reason": reason},
         )
         if not done:
-            self._mailbox.put_nowait(Busy(name))
+            entry = self._entries.get(name)
+            is_loading = entry is not None and entry.state is State.STARTING  # its load was to be given up, and goes on
+            self._mailbox.put_nowait(Loading(name) if is_loading else Busy(name))
 
 
 def error_of(refusal: Refuse) -> TeimgrError:
