@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -291,6 +292,26 @@ def test_a_model_on_demand_that_does_not_start_has_failed_and_the_next_call_trie
     assert (rested.phase, rested.reason, rested.wake_at, effects) == (Phase.STOPPED, life.reason, None, [])
     assert after((99.0, Command.START), life=rested)[1] == [Effect.LAUNCH]
     assert after((40.0, Tick(others_serve=True)), life=life)[1] == [Effect.LAUNCH], "the fleet would stay one short"
+
+
+def test_a_replica_beside_one_that_serves_calls_is_tried_again_at_growing_intervals() -> None:
+    """It was started every half minute without end, and took a load slot and a device's memory each time."""
+    life, _ = after(Command.START, life=ReplicaState(policy=replace(POLICY, for_calls=True)))
+    now, starts, alone = 0.0, list[float](), set[Phase]()
+    while now < 3600:
+        if life.phase is Phase.STARTING:
+            life, _ = after((now, UNREACHABLE), life=life)
+        assert life.wake_at is not None
+        assert life.wake_at <= now + 30, "its calls would be refused for longer once no other one serves"
+        now = life.wake_at
+        alone.add(after((now, Tick()), life=life)[0].phase)
+        life, effects = after((now, Tick(others_serve=True)), life=life)
+        starts += [now] * (effects == [Effect.LAUNCH])
+    assert Phase.STOPPED in alone
+    pauses = [after_it - before for before, after_it in pairwise(starts)]
+    assert pauses == sorted(pauses)
+    assert pauses[2] == 60
+    assert pauses[-1] == 600
 
 
 def test_a_model_on_demand_whose_starts_take_long_has_failed_after_the_time_of_one() -> None:

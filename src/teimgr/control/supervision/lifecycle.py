@@ -248,7 +248,8 @@ class Backoff:
 
 LATER = Backoff(first_s=30.0, max_s=600.0)
 """Pauses after failures that may pass: each attempt takes a device's memory, or minutes of its load slot. A model on
-demand has the first one, in which its calls are refused; the next call starts it, and nothing else.
+demand has the first one, in which its calls are refused; the next call starts it, and nothing else unless another
+replica serves.
 """
 
 
@@ -275,6 +276,7 @@ class ReplicaState:
     `wake_at` is when a Tick is due. `failure` is the reason to end the present worker. `reason` is shown to users: why
     there is no running worker, or why it was restarted. `streak` counts failures without a stable run in between,
     `failing_since` is the time of the first of them, `last_failure` the cause of the last, and `last_code` its code.
+    `again_at` is when a failed replica of a model on demand is started beside one that serves.
     """
 
     policy: RestartPolicy
@@ -292,6 +294,7 @@ class ReplicaState:
     health: WorkerHealth = WorkerHealth.GOOD
     ready_at: float | None = None
     wake_at: float | None = None
+    again_at: float = 0.0
 
     @classmethod
     def failed(cls, policy: RestartPolicy, reason: str) -> ReplicaState:
@@ -480,8 +483,11 @@ class ReplicaState:
         )
         if (failure.may_pass or gives_up) and not self._was_stable(now):
             streak = self.streak + 1
-            wake_at = now + LATER.delay_s(1 if self.policy.for_calls else streak, jitter)
-            return replace(ended, phase=Phase.FAILED, streak=streak, ready_at=None, wake_at=wake_at), []
+            failures = max(1, streak + 1 - FAILURES_FOR_CALLS) if self.policy.for_calls else streak
+            again_at = now + LATER.delay_s(failures, jitter)
+            wake_at = now + LATER.delay_s(1, jitter) if self.policy.for_calls else again_at
+            ended = replace(ended, wake_at=wake_at, again_at=again_at)
+            return replace(ended, phase=Phase.FAILED, streak=streak, ready_at=None), []
         return ended._wait(jitter, now), []
 
     def _was_stable(self, now: float) -> bool:
@@ -502,6 +508,8 @@ class ReplicaState:
             return self, []
         if self.phase is Phase.FAILED and self.policy.for_calls and not others_serve:
             return replace(self, phase=Phase.STOPPED, wake_at=None), []
+        if self.phase is Phase.FAILED and now < self.again_at:  # the others may end before that
+            return replace(self, wake_at=min(self.again_at, now + LATER.first_s)), []
         if self.phase in (Phase.WAITING, Phase.FAILED):
             return self._launch(now, again=True)
         failure = self.failure or FailureCause(f"not ready within {self.policy.startup_timeout_s:g} s", may_pass=True)
