@@ -223,7 +223,7 @@ class Purse:
             error = Unavailable("The daemon's host, which has the quota of the key, cannot be reached")
             error.try_after(_RETRY_S)
             charge.give_up(None if self.terms.is_shadow else error)
-        if self._asked is not None and all([each.is_decided for each in self._asked.needs]):
+        if self._asked is not None and all(each.is_decided for each in self._asked.needs):
             self.lost()
         if self._waiting:
             self.ask()
