@@ -250,7 +250,7 @@ class Purse:
 
 
 def _refusal(decision: Any) -> TeimgrError | None:
-    """Return the refusal in a decision of the daemon. Raises ValueError, TypeError: it is none of the protocol's."""
+    """Return the refusal in a decision of the daemon. Raises ValueError, TypeError: it is malformed."""
     if decision is None or decision is True:
         return None
     code, text, retry_s = decision
