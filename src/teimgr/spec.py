@@ -796,8 +796,9 @@ class RoutingSnapshot:
         return f"[{', '.join(entry.to_json() for entry in self.entries)}]"
 
     @classmethod
-    def from_json(cls, text: str) -> RoutingSnapshot:
-        return cls(tuple(map(RouteEntry.from_dict, json.loads(text))))
+    def from_values(cls, entries: Iterable[dict[str, Any]]) -> RoutingSnapshot:
+        """The inverse of `to_json`, after JSON."""
+        return cls(tuple(map(RouteEntry.from_dict, entries)))
 
 
 LINK_LISTENER = -3

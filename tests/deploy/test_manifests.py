@@ -15,7 +15,7 @@ import pytest
 import yaml
 from tests.deploy.kustomization import build
 
-from teimgr.api.rest.recommendations import Scaling, ScalingFigures, flat
+from teimgr.api.rest.recommendations import Scaling, ScalingFigures, scaling_alias
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Source, read
 from teimgr.observability.catalogue import FAMILIES
@@ -229,7 +229,7 @@ def test_keda_asks_for_series_and_fields_that_there_are() -> None:
         assert asked["url"] == f"http://teimgr.default.svc.cluster.local:{ports['rest']}/metrics/scaling"
         assert asked["aggregationType"] == "sum"
         top, alias, field = asked["valueLocation"].split(".")
-        assert alias in flat({each["name"]: {} for each in seeds})
+        assert alias in {scaling_alias(each["name"]) for each in seeds}
         assert top in Scaling.model_fields
         assert ScalingFigures.model_fields[field].annotation in (int, float)
 

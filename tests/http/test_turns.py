@@ -61,6 +61,25 @@ async def test_work_beyond_a_turns_time_is_done_in_later_turns_by_callers_in_rot
     assert max(map(len, by_turn)) == 3
 
 
+async def test_a_long_list_is_made_in_pieces_between_which_others_have_their_turns() -> None:
+    work, other = Work(), Work()
+    turns = WorkTurns(2.5, lambda: 0.001 * len(work.done) + other.seconds)
+    listing = asyncio.create_task(turns.listed(work.piece(str(number)) for number in range(100)))
+    await asyncio.sleep(0)
+    assert len(work.done) == 100, "all of it is one turn's work"
+    assert await listing == [str(number) for number in range(100)]
+
+    turns = WorkTurns(0.01, lambda: 0.001 * len(work.done))
+    listing = asyncio.create_task(turns.listed(work.piece(str(number)) for number in range(100)))
+    by_turn = []
+    while not listing.done():
+        before = len(work.done)
+        await asyncio.sleep(0)
+        by_turn.append(len(work.done) - before)
+    assert len(await listing) == sum(by_turn) == 100
+    assert max(by_turn) <= 14, "a turn's milliseconds and a piece's"
+
+
 async def test_work_that_fails_fails_its_caller_alone_whether_at_once_or_later() -> None:
     work = Work()
     turns = WorkTurns(1, lambda: work.seconds)

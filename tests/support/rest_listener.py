@@ -123,6 +123,13 @@ class Fleet:
         self.on_views_changed(self.list())
         return view
 
+    def declare(self, count: int, **keys: Any) -> None:
+        """Have this many instances on demand whose models are not loaded, with these keys."""
+        for number in range(count):
+            spec = InstanceSpec(name=f"declared-{number}", model_id=f"org/{number}", load="on_demand", **keys)
+            self._views[spec.name] = InstanceView(spec=spec, state=State.UNLOADED)
+        self.on_views_changed(self.list())
+
     def ready(self, name: str) -> None:
         """The worker of `name` proved itself."""
         self.put(replace(self.get(name), state=State.RUNNING, model=MODEL, threads=2))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
@@ -153,6 +153,8 @@ def _go_on(begins: asyncio.Future[None]) -> bool:
 
 # Time for the work of `WorkTurns` in a turn: enough for 64 small queries, so that they go into one batch.
 _WORK_S = 0.006
+# A piece of a long list.
+_PIECE_S = 0.002
 
 
 class WorkTurns(_InTurns):
@@ -179,6 +181,23 @@ class WorkTurns(_InTurns):
             return await done
         finally:
             del done, work  # an error has this frame: a reference cycle
+
+    async def listed(self, items: Iterable[ItemT]) -> list[ItemT]:
+        """Return the items of an iterable that makes them: of thousands some in each turn of the loop."""
+        made: list[ItemT] = []
+        left = iter(items)
+        while await self.run(partial(self._take, left, made)):
+            pass
+        return made
+
+    def _take(self, items: Iterator[ItemT], made: list[ItemT]) -> bool:
+        """Append items for `_PIECE_S`; False once there are no more."""
+        until = self._clock() + _PIECE_S
+        for item in items:
+            made.append(item)
+            if self._clock() >= until:
+                return True
+        return False
 
     def call(self, caller: Hashable, work: Callable[[], None]) -> None:
         """Like `run`, for work of `caller` that raises and returns nothing."""
@@ -214,6 +233,9 @@ class WorkTurns(_InTurns):
             if self._waiting:
                 self._schedule()
 
+
+LISTING = WorkTurns()
+"""The turns of all requests for lists that may have thousands of members."""
 
 # Limit of what one turn of the loop processes for all connections of a protocol together. In the units of HTTP/2
 # (`Framing.receive`) that is at most 8 ms, the time of the longest header block of Huffman strings; in those of HTTP/1,

@@ -351,7 +351,7 @@ class Mux:
         if "tls" in message:
             self._take_certificates(message["tls"])
         if "snapshot" in message:
-            snapshot = RoutingSnapshot.from_json(json.dumps(message["snapshot"]))
+            snapshot = RoutingSnapshot.from_values(message["snapshot"])
             names = {entry.name for entry in snapshot.entries}
             self._change((name, None) for name in [*self._router.instances] if name not in names)
             self._router.update(snapshot)  # also the order

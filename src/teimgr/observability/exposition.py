@@ -49,22 +49,25 @@ def histogram(
 
 def text(page: Page, *, helps: bool = True) -> str:
     """Return the page in Prometheus' text format; TEI's pages have no HELP lines."""
-    lines: list[str] = []
+    return "".join(text_lines(page, helps=helps))
+
+
+def text_lines(page: Page, *, helps: bool = True) -> Iterator[str]:
+    """Yield the lines of `text`."""
     written: dict[int, str] = {}  # labels that families share, once for all: series of thousands of instances
     for family, samples in page.items():
         if not samples:
             continue
         if helps:
-            lines.append(f"# HELP {family.name} {family.help}\n")
-        lines.append(f"# TYPE {family.name} {family.kind}\n")
+            yield f"# HELP {family.name} {family.help}\n"
+        yield f"# TYPE {family.name} {family.kind}\n"
         for suffix, labels, value in samples:
             shown = written.get(id(labels))
             if shown is None:
                 inner = ",".join(f'{name}="{word.translate(_ESCAPED)}"' for name, word in labels.items())
                 shown = written[id(labels)] = f"{{{inner}}}" if inner else ""
-            lines.append(f"{family.name}{suffix}{shown} {value!r}\n")
-        lines.append("\n")
-    return "".join(lines)
+            yield f"{family.name}{suffix}{shown} {value!r}\n"
+        yield "\n"
 
 
 MAY_BE_ABSENT = frozenset((*EMBEDDINGS.durations, *PREDICTIONS.durations))
@@ -102,20 +105,18 @@ def _series(sample: Sample) -> frozenset[tuple[str, str]]:
     return frozenset((name, value) for name, value in sample.labels.items() if name != "le")
 
 
-def to_json(page: Page) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": family.name,
-            "type": family.kind,
-            "help": family.help,
-            "samples": [
-                {"name": family.name + suffix, "labels": dict(labels), "value": value}
-                for suffix, labels, value in samples
-            ],
-        }
-        for family, samples in page.items()
-        if samples
-    ]
+def to_json(page: Page) -> Iterator[dict[str, Any]]:
+    for family, samples in page.items():
+        if samples:
+            yield {
+                "name": family.name,
+                "type": family.kind,
+                "help": family.help,
+                "samples": [
+                    {"name": family.name + suffix, "labels": dict(labels), "value": value}
+                    for suffix, labels, value in samples
+                ],
+            }
 
 
 def pack(page: Page) -> dict[str, list[list[Any]]]:

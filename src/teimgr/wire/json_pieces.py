@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import binascii
-from collections.abc import Iterable, Iterator
-from io import BytesIO
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,13 +35,36 @@ def dumps(value: Any, weight: int | None = None) -> bytes:
 
 
 def joined(pieces: Iterable[bytes | bytearray | memoryview]) -> bytes:
-    """Join pieces: `b"".join` would hold the GIL while it copies all of them."""
-    whole = BytesIO()  # grows without copying all at once, and `getvalue` returns its buffer without a copy
+    """Join pieces: `b"".join` would hold the GIL while it copies all of them, and a buffer that grows while it moves:
+    30 ms as it comes to 32 MiB."""
     rest = Rests()
+    parts: list[bytes | bytearray | memoryview] = []
     for piece in pieces:
-        whole.write(piece)
+        parts.append(piece)
         rest()
-    return whole.getvalue()
+    size = sum(map(len, parts))
+    if size <= _JOINED_AT_ONCE:
+        return b"".join(parts)
+    whole = _new_bytes(None, size)
+    at, parts = 0, parts[::-1]
+    with _memory_at(_address_of(whole), size, _WRITABLE) as view:
+        while parts:
+            piece = parts.pop()
+            view[at : at + len(piece)] = piece
+            at += len(piece)
+            rest()
+    return whole
+
+
+# Bytes that are filled before anything else sees them, as the C API allows.
+_new_bytes: Callable[[None, int], bytes] = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype, _new_bytes.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)  # type: ignore[attr-defined]
+_address_of: Callable[[bytes], int] = ctypes.pythonapi.PyBytes_AsString
+_address_of.restype, _address_of.argtypes = ctypes.c_void_p, (ctypes.py_object,)  # type: ignore[attr-defined]
+_memory_at: Callable[[int, int, int], memoryview] = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype, _memory_at.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)  # type: ignore[attr-defined]
+_WRITABLE = 0x200
+_JOINED_AT_ONCE = 2**20
 
 
 class Base64:

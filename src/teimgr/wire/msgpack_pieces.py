@@ -6,7 +6,6 @@ Arrays are written as msgpack-numpy writes them: a map of `nd`, `type`, `kind`, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from io import BytesIO
 from typing import Any
 
 import msgpack
@@ -15,6 +14,7 @@ import numpy as np
 from teimgr.spec import MAX_TEXT_BYTES
 from teimgr.wire import json_scan
 from teimgr.wire.gil import free
+from teimgr.wire.json_pieces import joined
 from teimgr.wire.json_scan import MAX_CONTAINERS, MAX_VALUES
 
 MAX_BINARY_BYTES = 20 * 2**20  # the largest image or sound; one call copies it in some milliseconds
@@ -170,10 +170,10 @@ _SMALL_ARRAY_BYTES = 2**16 - 1
 
 def dumps(value: Any) -> bytes:
     """Encode `value` as msgpack, with arrays of numpy; the elements of large lists are maps of few members."""
-    whole = BytesIO()  # grows without copying all at once, unlike a join
+    pieces: list[bytes | memoryview] = []
     packer = msgpack.Packer(default=_array, use_bin_type=True)
-    _write(whole.write, packer, value)
-    return whole.getvalue()
+    _write(pieces.append, packer, value)
+    return joined(pieces)
 
 
 def _write(write: Callable[[bytes | memoryview], object], packer: msgpack.Packer, value: Any) -> None:

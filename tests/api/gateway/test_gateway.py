@@ -275,7 +275,7 @@ def test_a_new_default_counts_at_once() -> None:
     directory.set_defaults({})
     with pytest.raises(AmbiguousInstance):
         router.unnamed(RERANKING)
-    assert RoutingSnapshot.from_json(directory.snapshot().to_json()) == directory.snapshot()
+    assert RoutingSnapshot.from_values(json.loads(directory.snapshot().to_json())) == directory.snapshot()
 
 
 INFERENCE_KEY, READER = Caller("k", frozenset({Right.INFERENCE})), Caller("r", frozenset({Right.READ}))

@@ -42,9 +42,9 @@ def test_a_file_is_sent_compressed_and_cached_for_ever() -> None:
     ("header", "takes"),
     [("", False), ("gzip", True), ("br;q=1, gzip;q=0.5", True), ("gzip; q=0", False), ("br", False)],
 )
-def test_what_a_browser_accepts(header: str, takes: bool) -> None:
+async def test_what_a_browser_accepts(header: str, takes: bool) -> None:
     assert accepts_gzip(request(header)) is takes
-    assert ("content-encoding" in html_response(request(header), "x").headers) is takes
+    assert ("content-encoding" in (await html_response(request(header), "x")).headers) is takes
 
 
 def test_foreign_code_has_its_licence() -> None:

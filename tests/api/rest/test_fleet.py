@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
+from tests.support.measures import watch_turns
+from tests.support.polling import on_uvloop
 from tests.support.rest_listener import Front, listening
 
 from teimgr.config.settings import Settings
+from teimgr.control.supervision.worker_run import FleetProber
+from teimgr.spec import RouteEntry, State
+from teimgr.wire.routing.directory import Directory
 
 TEMPLATES = {"big": {"model_id": "large", "max_batch_tokens": 65536, "tags": {"tier": "bulk", "team": "x"}}, "bare": {}}
 
@@ -158,3 +166,42 @@ async def test_health_of_one_and_of_all(front: Front) -> None:
         await front.call("POST", f"/instances/{name}/stop", 200)
     assert (await front.call("GET", "/health/all", 200))["healthy"] is True
     assert (await front.call("GET", "/instances/nope/health", 404))["code"] == "INSTANCE_NOT_FOUND"
+
+
+THOUSANDS = 5000
+TAGS = {f"t{number}": "v" * 20 for number in range(64)}
+
+
+@pytest.mark.parametrize(
+    ("request_line", "names"),
+    [
+        ("GET /instances?" + "&".join(f"tag={name}:{value}" for name, value in TAGS.items()), None),
+        ("GET /health/all?probe=true", None),
+        ("POST /instances/actions", [f"nobody-{number}" for number in range(10_000)]),
+        ("POST /instances/actions", [f"declared-{number}" for number in range(THOUSANDS)]),
+    ],
+    ids=["list", "health", "unknown names", "stopping all"],
+)
+@on_uvloop
+async def test_what_concerns_thousands_of_instances_holds_the_loop_for_some_turns_only(
+    tmp_path: Path, request_line: str, names: list[str] | None
+) -> None:
+    """Made in one go they would hold it for 60 ms to 2.4 s."""
+    directory, held = Directory(), [0.0]
+    for number in range(THOUSANDS):
+        directory.publish(RouteEntry(f"declared-{number}", f"org/{number}", State.UNLOADED, on_demand=True))
+    (method, path), body = request_line.split(), None if names is None else {"action": "stop", "names": names}
+    data = None if body is None else json.dumps(body).encode()
+    parts = {"live_probe": FleetProber(directory, 1.0)}
+    async with listening(Settings(state_file=tmp_path / "state.toml"), parts=lambda fleet: parts) as front:
+        front.fleet.declare(THOUSANDS, tags=TAGS)
+        front.fleet.on_views_changed = lambda views: None
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(front.url + path, data, headers, method=method)
+        watching = asyncio.create_task(watch_turns(held))
+        answer = await asyncio.to_thread(lambda: urllib.request.urlopen(request).read())
+        watching.cancel()
+    found = json.loads(answer)
+    rows = found if isinstance(found, list) else found["instances" if data is None else "results"]
+    assert len(rows) == len(names or range(THOUSANDS))
+    assert max(held) < 0.03

@@ -187,6 +187,24 @@ def test_a_worker_that_stays_in_the_directory_keeps_its_links() -> None:
     assert fleet.lease(Target(instance_index=0)).instance == "new"
 
 
+def test_the_figures_of_links_name_the_instances_that_have_or_had_one() -> None:
+    """A pass over thousands that are declared held the loop of a mux for 60 ms."""
+    fleet = router(entry("loaded", "1"), entry("rests", state=State.UNLOADED), entry("rested", "2"))
+    fleet._stats["rested"].connects = 1
+    fleet.update(RoutingSnapshot((entry("loaded", "1"), entry("rests"), entry("rested", state=State.UNLOADED))))
+    assert [row["instance"] for row in fleet.link_stats()] == ["loaded", "rested"]
+
+
+def test_the_list_of_what_a_caller_covers_is_kept_until_a_route_changes() -> None:
+    fleet = router(entry("a-1", "1"), entry("b", "2"))
+    caller = Caller("k", frozenset({Right.INFERENCE}), instances=("a-*",))
+    covered = fleet.covered(caller)
+    assert [each.name for each in covered.entries] == ["a-1"]
+    assert fleet.covered(caller) is covered
+    fleet.apply("a-2", entry("a-2", "3"))
+    assert [each.name for each in fleet.covered(caller).entries] == ["a-1", "a-2"]
+
+
 def test_a_lease_is_over_when_its_worker_leaves_the_directory() -> None:
     fleet = router(entry("a", "1"))
     lease = fleet.lease(Target(instance_name="a"))

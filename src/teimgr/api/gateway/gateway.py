@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -143,6 +143,7 @@ class Gateway:
         self._views = views
         self.aliases = settings.aliases
         self._names = ModelNames(self._router, lambda: self.aliases)
+        self._names_of = lru_cache(64)(self._restricted)  # each has a sorted list
         self._rows = CardRows(self._cards)
         self._scans = ModelScans()
         self._router.update(directory.snapshot())
@@ -340,6 +341,9 @@ class Gateway:
     def _names_for(self, caller: Caller) -> ModelNames:
         if caller is ANONYMOUS:  # without authentication every name may be listed
             return self._names
+        return self._names_of(caller)
+
+    def _restricted(self, caller: Caller) -> ModelNames:
         return self._names.restricted(router_view(caller, self._router), caller.is_operator)
 
     async def _list_models(self, request: Request) -> Response:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from teimgr.api.gateway.routes import OLLAMA_RUNNING, OLLAMA_SHOW, OLLAMA_TAGS, 
 from teimgr.errors import InvalidInput, ModelNotFound, TooLarge
 from teimgr.http.auth.policy import Caller, caller_of
 from teimgr.http.bodies import SlowClient, read_limited
+from teimgr.http.turns import LISTING
 from teimgr.spec import InstanceView, Kind, State, rfc3339
 from teimgr.wire.error_bodies import JSON_TYPE, OLLAMA, failure, refusal
 from teimgr.wire.frames import HttpReply
@@ -121,15 +122,17 @@ class OllamaRoutes:
         ]
 
     async def _tags(self, request: Request) -> Response:
-        return _json({"models": [self._tag(each) for each in self._listed(request)]})
+        listed = await self._listed(request)
+        rows = await LISTING.listed(orjson.dumps(self._tag(each)) for each in listed)
+        return _json({"models": [*map(orjson.Fragment, rows)]})
 
     async def _running(self, request: Request) -> Response:
-        found = [each for each in self._listed(request) if each.view.spec.name == each.name]
+        found = [each for each in await self._listed(request) if each.view.spec.name == each.name]
         return _json({"models": [self._process(each) for each in found if each.view.state is State.RUNNING]})
 
     async def _show(self, request: Request) -> Response:
         try:
-            return _json(self._shown(self._found(request, await _body(request))))
+            return _json(self._shown(await self._found(request, await _body(request))))
         except (InvalidInput, TooLarge, ModelNotFound) as error:
             return _response(failure(OLLAMA, error))
         except SlowClient:
@@ -142,7 +145,7 @@ class OllamaRoutes:
             body = await _body(request)
             if not _unloads(body):
                 return _response(refusal(OLLAMA, 400, _TEXT.format(what)))
-            found = self._found(request, body)
+            found = await self._found(request, body)
         except (InvalidInput, TooLarge):
             return _response(refusal(OLLAMA, 400, _TEXT.format(what)))
         except ModelNotFound as error:
@@ -158,7 +161,7 @@ class OllamaRoutes:
         """Report a finished download for a model that is here, since some clients pull before they embed."""
         try:
             body = await _body(request)
-            self._found(request, body)
+            await self._found(request, body)
         except (InvalidInput, TooLarge, ModelNotFound):
             return _response(refusal(OLLAMA, _NOT_SERVED, _MANAGED.format(PULL)))
         except SlowClient:
@@ -166,7 +169,7 @@ class OllamaRoutes:
         media_type = "application/json" if body.get("stream") is False else "application/x-ndjson"
         return Response(b'{"status":"success"}\n', media_type=media_type)
 
-    def _found(self, request: Request, body: Mapping[str, Any]) -> _Listed:
+    async def _found(self, request: Request, body: Mapping[str, Any]) -> _Listed:
         """Return the model that a body names.
 
         Raises:
@@ -174,13 +177,13 @@ class OllamaRoutes:
             ModelNotFound: there is no such model for embedding.
         """
         name = known_name(self._names_for(caller_of(request.scope)), _name_in(body))
-        found = next((each for each in self._listed(request) if each.name == name), None)
+        found = next((each for each in await self._listed(request) if each.name == name), None)
         if found is None:
             raise ModelNotFound(f"model '{name}' not found")
         return found
 
-    def _listed(self, request: Request) -> Iterator[_Listed]:
-        """Yield the caller's names of models that embed, or may do so once loaded."""
+    async def _listed(self, request: Request) -> list[_Listed]:
+        """Return the caller's names of models that embed, or may do so once loaded."""
         caller = caller_of(request.scope)
         names = self._names_for(caller)
         by_name: dict[str, InstanceView] = {}
@@ -191,11 +194,14 @@ class OllamaRoutes:
             by_name[view.spec.name] = view
             if view.spec.model_id not in by_model or view.state is State.RUNNING:
                 by_model[view.spec.model_id] = view
-        for name in names.names():
+
+        def listed(name: str) -> _Listed | None:
             model_id = names.model_id(name) or ""
             found = by_name.get(name) or by_name.get(names.target(name)) or by_model.get(model_id)
-            if found is not None and _kind(found) in (None, Kind.EMBEDDING):
-                yield _Listed(name, model_id, found)
+            embeds = found is not None and _kind(found) in (None, Kind.EMBEDDING)
+            return _Listed(name, model_id, found) if found is not None and embeds else None
+
+        return [each for each in await LISTING.listed(map(listed, names.names())) if each is not None]
 
     def _tag(self, listed: _Listed) -> dict[str, Any]:
         return self._entry(listed) | {"modified_at": self._since}

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from urllib.parse import parse_qs, quote, urlsplit
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -39,6 +39,7 @@ from teimgr.errors import Code, Forbidden, InstanceNotFound, TeimgrError, Unauth
 from teimgr.http.auth.policy import CERTIFICATE, NO_CERTIFICATE, Caller, Right, Scope, caller_of, digest
 from teimgr.http.auth.sessions import Sessions, is_same_origin
 from teimgr.http.bodies import SlowClient, foreign_page, path_prefix_of, read_limited
+from teimgr.http.turns import LISTING
 from teimgr.spec import InstanceView, State, updatable
 from teimgr.wire.status import STATUS
 
@@ -67,6 +68,7 @@ class Page:
             auto_reload=False,
         )
         self._templates.filters.update(views.FILTERS)
+        self._are_compiled = False
 
     def alarms(self) -> list[str]:
         """Instances that are overloaded."""
@@ -112,7 +114,7 @@ class Page:
         rows = await self._rows(request)
         self._sampler.seen()
         alarms = self._alarm_lines(request, rows)
-        return self._html(
+        return await self._html(
             request,
             "fleet.html",
             view="fleet",
@@ -127,13 +129,13 @@ class Page:
         name, settings = request.path_params["name"], request.app.state.settings
         view = self._manager.get(name)
         self._sampler.seen()
-        rows = views.fleet_rows([view], self._sampler, (await self._gpus.read()).gpus)
+        [row] = views.fleet_rows([view], self._sampler, (await self._gpus.read()).gpus)
         events = views.history_for(caller_of(request.scope), request.app.state.events, name)
-        return self._html(
+        return await self._html(
             request,
             "instance.html",
             view="fleet",
-            row=rows[0],
+            row=row,
             info=instance_info(view),
             groups=groups(updatable, view.spec, is_cluster=bool(settings.cluster.address)),
             callers=_callers(request),
@@ -143,7 +145,7 @@ class Page:
     async def _create(self, request: Request) -> Response:
         settings: Settings = request.app.state.settings
         chosen = {"model": request.query_params.get("model", "")[:4096]}
-        return self._html(
+        return await self._html(
             request,
             "create.html",
             view="fleet",
@@ -159,7 +161,7 @@ class Page:
         registry = request.app.state.registry
         nothing = dict.fromkeys(ModelInfo.model_fields)
         models = [nothing | view.to_dict() for view in await registry.list()] if registry else []
-        return self._html(request, "models.html", view="models", models=models)
+        return await self._html(request, "models.html", view="models", models=models)
 
     async def _devices(self, request: Request) -> Response:
         inventory = await self._gpus.read()
@@ -180,14 +182,14 @@ class Page:
         total, used = host_memory()
         host = {"cores": usable_cores(), "total": total, "used": used, "rows": views.largest_first(on_cpu)}
         cards_shown = [(gpu, views.largest_first(on_card[gpu.uuid].values())) for gpu in inventory.gpus]
-        return self._html(
+        return await self._html(
             request, "devices.html", view="devices", cards=cards_shown, reason=inventory.reason, host=host
         )
 
     async def _alarms(self, request: Request) -> Response:
         rows = await self._rows(request)
         caller = caller_of(request.scope)
-        return self._html(
+        return await self._html(
             request,
             "alarms.html",
             view="alarms",
@@ -197,7 +199,7 @@ class Page:
         )
 
     async def _scaling(self, request: Request) -> Response:
-        return self._html(request, "scaling.html", view="scaling", **await scaling_values(request, self._manager))
+        return await self._html(request, "scaling.html", view="scaling", **await scaling_values(request, self._manager))
 
     async def _playground(self, request: Request) -> Response:
         settings: Settings = request.app.state.settings
@@ -209,13 +211,13 @@ class Page:
             "body_bytes": min(settings.inference_max_body_mb, settings.grpc_max_message_size_mb) * 2**20,
         }
         chosen = request.query_params.get("instance", "")
-        return self._html(request, "playground.html", view="playground", playground=playground, chosen=chosen)
+        return await self._html(request, "playground.html", view="playground", playground=playground, chosen=chosen)
 
-    def _docs(self, request: Request, text: str) -> Response:
+    async def _docs(self, request: Request, text: str) -> Response:
         """The reference of REST, which is HTML, as a view."""
         own = f"{request.url.scheme}://{request.headers.get('host', 'localhost')}{path_prefix_of(request.scope)}"
         keys = request.app.state.policy.now.keys is not None
-        return self._html(request, "docs.html", view="docs", text=text, own=own, keys=keys)
+        return await self._html(request, "docs.html", view="docs", text=text, own=own, keys=keys)
 
     # Live streams
 
@@ -270,7 +272,7 @@ class Page:
                     coarse = points["coarse"][-1][0] + 0.05 if points["coarse"] else coarse
                     new = views.history_for(caller_of(request.scope), event_log, name, last_id)
                     last_id = new[-1].id if new else last_id
-                    row = views.fleet_rows([view], self._sampler, (await self._gpus.read()).gpus)[0]
+                    [row] = views.fleet_rows([view], self._sampler, (await self._gpus.read()).gpus)
                     info = instance_info(view)
                     yield Event("instance", {"row": row, "info": info, "points": points, "events": new})
                 await asyncio.sleep(_LOOK_S)
@@ -289,7 +291,7 @@ class Page:
     async def _sign_in_form(self, request: Request) -> Response:
         if request.app.state.policy.now.keys is None:
             return RedirectResponse("/", 303)
-        return self._sign_in_page(request, _local_path(request.query_params.get("next", "/")))
+        return await self._sign_in_page(request, _local_path(request.query_params.get("next", "/")))
 
     async def _sign_in(self, request: Request) -> Response:
         """Begin a session for the key of the form; the form's page must be our own."""
@@ -297,7 +299,7 @@ class Page:
         if policy.keys is None:
             return RedirectResponse("/", 303)
         if not is_same_origin(False, request.headers):
-            return self._sign_in_page(request, "/", "Sign in from this server's own page.", 403)
+            return await self._sign_in_page(request, "/", "Sign in from this server's own page.", 403)
         try:
             body = await read_limited(request.stream(), _SIGN_IN_BYTES)
         except SlowClient:
@@ -309,7 +311,7 @@ class Page:
             caller: Caller = policy.authenticate_digest(request.scope.get(CERTIFICATE, NO_CERTIFICATE), sha256)
         except Unauthenticated as error:
             log.warning("sign-in refused", extra={"reason": error.message})
-            return self._sign_in_page(request, path, "This key is not known here.", 401)
+            return await self._sign_in_page(request, path, "This key is not known here.", 401)
         if (token := self.sessions.token_in(request.scope)) is not None:
             self.sessions.end(token)
         log.info("signed in", extra={"key": caller.name})
@@ -321,7 +323,7 @@ class Page:
             self.sessions.end(token)
         return RedirectResponse(_SIGN_IN, 303, headers={"Set-Cookie": self.sessions.cookie(request.scope, "")})
 
-    def _refused(self, scope: Scope, template: str | None, error: TeimgrError) -> Response | None:
+    async def _refused(self, scope: Scope, template: str | None, error: TeimgrError) -> Response | None:
         """A sign-in page or an error page for a browser that asked for a view; None for everything else."""
         request = Request(scope)
         if template == _SIGN_OUT and isinstance(error, Unauthenticated):
@@ -330,44 +332,52 @@ class Page:
         if not is_view or request.method not in ("GET", "HEAD") or "text/html" not in request.headers.get("accept", ""):
             return None
         if isinstance(error, Forbidden) or request.app.state.policy.now.keys is None:
-            return self._error(request, error)
+            return await self._error(request, error)
         path = scope["path"] + (f"?{request.url.query}" if request.url.query else "")
         return RedirectResponse(f"{_SIGN_IN}?next={quote(path, safe='/')}", 303)
 
     # Rendering
 
-    def _sign_in_page(self, request: Request, path: str, problem: str = "", status: int = 200) -> Response:
-        text = self._rendered(request, "sign_in.html", path=path, problem=problem)
-        return html_response(request, text, status)
+    async def _sign_in_page(self, request: Request, path: str, problem: str = "", status: int = 200) -> Response:
+        text = await self._rendered(request, "sign_in.html", path=path, problem=problem)
+        return await html_response(request, text, status)
 
-    def _rendered(self, request: Request, template: str, **values: object) -> str:
+    async def _rendered(self, request: Request, template: str, **values: object) -> str:
         """A template whose URLs begin with the path prefix of the request."""
         prefix = path_prefix_of(request.scope)
-        return self._templates.get_template(template).render(
+        parts = (await self._template(template)).generate(
             prefix=prefix, asset=lambda name: prefix + assets().path(name), version=__version__, **values
         )
+        return "".join(await LISTING.listed(parts))
+
+    async def _template(self, name: str) -> Template:
+        """Return a template. All are compiled on a thread before the first one is used, which takes 0.3 s."""
+        if not self._are_compiled:
+            await asyncio.to_thread(lambda: [*map(self._templates.get_template, self._templates.list_templates())])
+            self._are_compiled = True
+        return self._templates.get_template(name)
 
     def _with_errors(self, view: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def render(request: Request) -> Response:
             try:
                 return await view(request)
             except TeimgrError as error:
-                return self._error(request, error)
+                return await self._error(request, error)
 
         return render
 
-    def _error(self, request: Request, error: TeimgrError) -> Response:
+    async def _error(self, request: Request, error: TeimgrError) -> Response:
         status = STATUS[error.code].http
         title = HTTPStatus(status).phrase if error.code is not Code.FORBIDDEN else "Not allowed"
-        return self._html(request, "error.html", status, view="", title=title, message=error.message)
+        return await self._html(request, "error.html", status, view="", title=title, message=error.message)
 
-    def _html(self, request: Request, template: str, status: int = 200, **values: object) -> Response:
+    async def _html(self, request: Request, template: str, status: int = 200, **values: object) -> Response:
         settings: Settings = request.app.state.settings
         caller = caller_of(request.scope)
         headers = dict(request.headers) | {"origin": f"{request.url.scheme}://{request.headers.get('host', '')}"}
         keys = request.app.state.policy.now.keys
         refused = foreign_page(headers, settings.allowed_origins, own_names(settings)) if keys is None else None
-        text = self._rendered(
+        text = await self._rendered(
             request,
             template,
             caller=views.rights_of(caller, can_write=refused is None),
@@ -377,7 +387,7 @@ class Page:
             has_registry=request.app.state.registry is not None,
             **values,
         )
-        return html_response(request, text, status)
+        return await html_response(request, text, status)
 
     # Parts
 
@@ -386,7 +396,8 @@ class Page:
         gpus = (await self._gpus.read()).gpus
         state = self._state(request)
         if state is None or self._rows_of[0] != state:
-            self._rows_of = state, views.fleet_rows(self._manager.list(), self._sampler, gpus)
+            rows = await LISTING.listed(views.fleet_rows(self._manager.list(), self._sampler, gpus))
+            self._rows_of = state, rows
         covers = caller_of(request.scope).covers
         return [row for row in self._rows_of[1] if covers(row["name"])]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,12 +29,12 @@ EVENTS_SHOWN = 100
 Values = dict[str, Any]
 
 
-def fleet_rows(views: Iterable[InstanceView], sampler: Sampler, gpus: Sequence[Gpu]) -> list[Values]:
+def fleet_rows(views: Iterable[InstanceView], sampler: Sampler, gpus: Sequence[Gpu]) -> Iterator[Values]:
     """One row per instance, in order of creation."""
     cards = {gpu.uuid: gpu for gpu in gpus}
     host_bytes, _ = host_memory()
     now = time.time()
-    return [_row(view, sampler, cards, host_bytes, now) for view in views]
+    return (_row(view, sampler, cards, host_bytes, now) for view in views)
 
 
 def _row(view: InstanceView, sampler: Sampler, cards: dict[str, Gpu], host_bytes: int, now: float) -> Values:

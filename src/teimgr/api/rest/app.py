@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -107,7 +107,7 @@ class PageRoutes(NamedTuple):
     routes: Sequence[BaseRoute]
     sessions: Sessions
     refusal: PageRefusal
-    shell: Callable[[Request, str], Response]
+    shell: Callable[[Request, str], Awaitable[Response]]
 
 
 # FastAPI's own route would make the document on the event loop: half a second of a core, at the first request.
@@ -124,7 +124,7 @@ async def openapi(request: Request) -> Response:
 async def docs_page(request: Request) -> Response:
     address, shell = path_prefix_of(request.scope) + _OPENAPI, request.app.state.docs_shell
     text = await asyncio.to_thread(_document_page, request.app, address, reference if shell else page)
-    response: Response = shell(request, text) if shell else HTMLResponse(text, headers=HEADERS)
+    response: Response = await shell(request, text) if shell else HTMLResponse(text, headers=HEADERS)
     response.headers["Vary"] = ", ".join(filter(None, (response.headers.get("Vary"), _BY_PREFIX["Vary"])))
     return response
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
+import orjson
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
@@ -19,6 +22,7 @@ from teimgr.api.rest.schemas import (
     TagText,
     Text,
     answer,
+    answer_list,
     has_body,
     instance_info,
     json_body,
@@ -29,14 +33,18 @@ from teimgr.config.sources import plain
 from teimgr.control.sharing.tenants import TenantRegistry, tenant_counts
 from teimgr.control.supervision.fleet_plan import MAX_INSTANCES
 from teimgr.control.supervision.manager import Manager
-from teimgr.control.supervision.worker_run import FleetProber
+from teimgr.control.supervision.worker_run import FleetProber, ProbeResult
 from teimgr.errors import TeimgrError, ValidationError
+from teimgr.http.turns import LISTING, Turns
 from teimgr.spec import InstanceView, State, now_rfc3339
 
 router = APIRouter(tags=["fleet"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 usage_router = APIRouter(tags=["usage"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
 GROUPS = ("key", "instance", "model")
+# Of bulk actions: how many go on at a time, and begin in each turn of the loop.
+_ACTIONS_AT_ONCE = 64
+_ACTIONS = Turns(4)
 
 Action = Literal["start", "stop", "restart", "delete"]
 DryRun = Annotated[bool, Query(description="show the plan and change nothing")]
@@ -125,10 +133,21 @@ async def act(request: Request, manager: ManagerDep) -> Response:
     """Apply an action to many instances concurrently; each has its own result, and the answer is always 200."""
     body = await read_json(request, BulkAction)
     tags = [f"{name}:{value}" for name, value in (body.tags or {}).items()]
-    names = body.names or [view.spec.name for view in chosen(manager.list(), tags)]
-    results = await asyncio.gather(*(_act(manager, body.action, name) for name in dict.fromkeys(names)))
-    failed = sum(not each["ok"] for each in results)
-    return answer({"action": body.action, "results": results, "failed": failed})
+    names = dict.fromkeys(body.names or [view.spec.name for view in await chosen(manager.list(), tags)])
+    results: dict[str, orjson.Fragment] = {}
+    failed, left = 0, iter(names)
+
+    async def act_on_next() -> None:
+        nonlocal failed
+        for name in left:
+            await _ACTIONS.go_on(None)
+            result = await _act(manager, body.action, name)
+            failed += not result["ok"]
+            results[name] = orjson.Fragment(orjson.dumps(result))  # to free thousands at once would take 40 ms
+
+    await asyncio.gather(*(act_on_next() for _ in range(min(len(names), _ACTIONS_AT_ONCE))))
+    rows = (results[name] for name in names)
+    return await answer_list(rows, "results", action=body.action, failed=failed)
 
 
 @router.get("/templates", response_model=list[TemplateInfo])
@@ -141,19 +160,24 @@ async def templates(request: Request) -> Response:
 @router.get("/instances/{name}/health", response_model=InstanceHealth, responses=UNKNOWN)
 async def instance_health(request: Request, name: str, manager: ManagerDep, probe: Probing = False) -> Response:
     """Health of one instance, by its last self-test or by one run now. 200 also when it is unhealthy."""
-    return answer(await _health(manager.get(name), request.app.state.live_probe if probe else None))
+    view, prober = manager.get(name), request.app.state.live_probe if probe else None
+    return answer(_health(view, await prober.probe(name) if prober else None))
 
 
 @router.get("/health/all", response_model=FleetHealth)
 async def fleet_health(request: Request, manager: ManagerDep, probe: Probing = False) -> Response:
     """Health of every instance. 200 also when some are unhealthy; /ready has another status then."""
     views = manager.list()
-    prober = request.app.state.live_probe if probe else None
-    found = await asyncio.gather(*(_health(view, prober) for view in views))
+    prober: FleetProber | None = request.app.state.live_probe if probe else None
+    runs = [view.spec.name for view in views if prober is not None and prober.has_workers(view.spec.name)]
+    results = dict(zip(runs, await asyncio.gather(*(prober.probe(name) for name in runs if prober)), strict=True))
+    nothing: Sequence[ProbeResult] | None = None if prober is None else ()
+    found = await LISTING.listed(_health(view, results.get(view.spec.name, nothing)) for view in views)
     wanted = {view.spec.name for view in views if view.spec.wanted_running and view.state is not State.UNLOADED}
-    counts = {state.value: sum(view.state is state for view in views) for state in State}
+    by_state = Counter(view.state for view in views)
+    counts = {state.value: by_state[state] for state in State}
     healthy = all(each["healthy"] for each in found if each["name"] in wanted)
-    return answer({"healthy": healthy, "timestamp": now_rfc3339(), "counts": counts, "instances": found})
+    return await answer_list(found, "instances", healthy=healthy, timestamp=now_rfc3339(), counts=counts)
 
 
 class PlanRequest(BaseModel):
@@ -231,8 +255,8 @@ async def plan(request: Request, manager: ManagerDep) -> Response:
     body = await read_json(request, PlanRequest) if has_body(request) else PlanRequest(instances=None, apply=False)
     settings = request.app.state.settings
     wanted = None if body.instances is None else [each.spec(settings.templates) for each in body.instances]
-    names = [spec.name for spec in wanted or ()]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
+    counts = Counter(spec.name for spec in wanted or ())
+    if repeated := next((name for name, count in counts.items() if count > 1), None):
         raise ValidationError(f"instances: '{repeated}' is there twice")
     if body.apply and wanted is None:
         raise ValidationError("apply: needs `instances`")
@@ -330,9 +354,10 @@ async def _act(manager: Manager, action: Action, name: str) -> dict[str, Any]:
     return {"name": name, "ok": True, "instance": instance_info(view), "error": None, "code": None}
 
 
-async def _health(view: InstanceView, prober: FleetProber | None) -> dict[str, Any]:
+def _health(view: InstanceView, probed: Sequence[ProbeResult] | None) -> dict[str, Any]:
+    """`InstanceHealth` as plain values; `probed` is None if no self-test was asked for."""
     results = None
-    if prober is not None:
+    if probed is not None:
         results = [
             {
                 "incarnation": result.incarnation,
@@ -340,7 +365,7 @@ async def _health(view: InstanceView, prober: FleetProber | None) -> dict[str, A
                 "seconds": round(result.seconds, 6),
                 "problem": result.problem,
             }
-            for result in await prober.probe(view.spec.name)
+            for result in probed
         ]
     return {
         "name": view.spec.name,

@@ -204,10 +204,17 @@ class GpuReport:
 
     async def of(self, view: InstanceView) -> dict[str, Any] | None:
         """`CardOfInstance` as plain values: the first GPU that the instance is on; None while it is on none."""
-        for gpu in (await self._inventory.read()).gpus:
-            if _pids(view, gpu):
-                return _card(gpu) | {"instance_memory_bytes": _memory(view, gpu)}
-        return None
+        return (await self.cards())(view)
+
+    async def cards(self) -> Callable[[InstanceView], dict[str, Any] | None]:
+        """Return the function that does what `of` does, by the present figures of the GPUs."""
+        gpus = (await self._inventory.read()).gpus
+
+        def card_of(view: InstanceView) -> dict[str, Any] | None:
+            gpu = next((each for each in gpus if _pids(view, each)), None)
+            return None if gpu is None else _card(gpu) | {"instance_memory_bytes": _memory(view, gpu)}
+
+        return card_of
 
 
 def _pids(view: InstanceView, gpu: Gpu) -> list[int]:

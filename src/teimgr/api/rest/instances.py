@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from teimgr.api.rest.schemas import (
     StrictQueryRoute,
     UpdateInstance,
     answer,
+    answer_list,
     has_body,
     instance_info,
     json_body,
@@ -32,6 +33,7 @@ from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.validation import with_changes
 from teimgr.errors import Forbidden, InvalidConfig, PortConflict, error_from_code
 from teimgr.http.auth.policy import Caller, caller_of
+from teimgr.http.turns import LISTING
 from teimgr.spec import InstanceSpec, InstanceView, State
 
 log = logging.getLogger(__name__)
@@ -94,8 +96,9 @@ async def list_instances(
 ) -> Response:
     """All instances that the caller may see and that match every filter, in order of creation."""
     covers = caller_of(request.scope).covers
-    views = [view for view in chosen(manager.list(), tags, statuses, models) if covers(view.spec.name)]
-    return answer([instance_info(view, await gpus.of(view) if gpus else None) for view in views])
+    views = [view for view in await chosen(manager.list(), tags, statuses, models) if covers(view.spec.name)]
+    card_of = await gpus.cards() if gpus else None
+    return await answer_list(instance_info(view, card_of and card_of(view)) for view in views)
 
 
 @router.post(
@@ -278,21 +281,27 @@ def _progress(view: InstanceView, is_update: bool) -> Response:
     return answer(instance_info(view), 202 if rolls else 200)
 
 
-def chosen(
-    views: Iterable[InstanceView],
+async def chosen(
+    views: Sequence[InstanceView],
     tags: Sequence[str] | None = None,
     statuses: Sequence[State] | None = None,
     models: Sequence[str] | None = None,
 ) -> list[InstanceView]:
     """The instances that match every filter; within `statuses` and `models`, any value."""
-    of_models = frozenset(models or ())
-    return [
-        view
-        for view in views
-        if all(_has_tag(view.spec.tags, *tag.partition(":")) for tag in tags or ())
-        and (not statuses or view.state in statuses)
-        and (not of_models or view.spec.model_id in of_models)
-    ]
+    of_models, of_states = frozenset(models or ()), frozenset(statuses or ())
+    if not (tags or of_states or of_models):
+        return list(views)
+    of_tags = [tag.partition(":") for tag in dict.fromkeys(tags or ())]
+
+    def matches(view: InstanceView) -> bool:
+        return (
+            (not of_states or view.state in of_states)
+            and (not of_models or view.spec.model_id in of_models)
+            and all(_has_tag(view.spec.tags, *tag) for tag in of_tags)
+        )
+
+    matching = await LISTING.listed(map(matches, views))
+    return [view for view, is_chosen in zip(views, matching, strict=True) if is_chosen]
 
 
 def _has_tag(tags: Mapping[str, str], name: str, colon: str, value: str) -> bool:

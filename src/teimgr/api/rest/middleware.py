@@ -9,7 +9,7 @@ import asyncio
 import ipaddress
 import logging
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -77,7 +77,7 @@ _PATH_CHARS = 256
 
 _CONTEXT_HEADERS = [(name.encode(), name) for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)]
 
-PageRefusal = Callable[[Scope, str | None, TeimgrError], Response | None]
+PageRefusal = Callable[[Scope, str | None, TeimgrError], Awaitable[Response | None]]
 """The answer of the page to a request that was refused, by scope, template of the route and error; None: as REST."""
 
 
@@ -204,7 +204,7 @@ class Authentication:
             caller = scope[CALLER] = self._access.check(scope, first_headers(scope))
             self._access.remember(scope, caller)
         except (Unauthenticated, Forbidden) as error:
-            return await self._refuse(error, scope)(scope, receive, send)
+            return await (await self._refuse(error, scope))(scope, receive, send)
         if scope["method"] not in READS:
             return await self._audited(scope, receive, send)
         return await self._while_allowed(scope, receive, send)
@@ -264,13 +264,13 @@ class Authentication:
             if has_started:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             else:
-                await self._refuse(lost, scope)(scope, receive, send)
+                await (await self._refuse(lost, scope))(scope, receive, send)
         finally:
             unsubscribe()
 
-    def _refuse(self, error: Unauthenticated | Forbidden, scope: Scope) -> Response:
+    async def _refuse(self, error: Unauthenticated | Forbidden, scope: Scope) -> Response:
         template = self._access.route(scope["method"], scope["path"]).template
-        shown = self._refusal(scope, template, error) if self._refusal else None
+        shown = await self._refusal(scope, template, error) if self._refusal else None
         return shown or _rejection(error, template, scope["path"])
 
 

@@ -22,6 +22,7 @@ from teimgr.api.rest.schemas import (
     StrictQueryRoute,
     Text,
     answer,
+    answer_list,
     has_body,
     json_body,
     read_json,
@@ -157,7 +158,7 @@ ModelIdModels = Annotated[str, Depends(decoded)]
 @router.get("/models", response_model=list[ModelInfo])
 async def list_models(models: RegistryDep) -> Response:
     """The models of the hub's cache, of the configuration and of the instances, and those added, sorted by id."""
-    return answer([view.to_dict() for view in await models.list()])
+    return await answer_list(view.to_dict() for view in await models.list())
 
 
 @router.post(

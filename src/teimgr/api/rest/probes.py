@@ -14,13 +14,14 @@ from starlette.responses import Response
 
 from teimgr import __version__
 from teimgr.api.rest.instances import ManagerDep
-from teimgr.api.rest.schemas import ANY_FAILURE, Liveness, Readiness, Routing, answer
+from teimgr.api.rest.schemas import ANY_FAILURE, Liveness, Readiness, Routing, answer, answer_list
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.reload import Reloader
 from teimgr.errors import TeimgrError, Unauthenticated
 from teimgr.http.auth.policy import Policy, authenticate_request
+from teimgr.http.turns import LISTING
 from teimgr.observability import catalogue
-from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, condensed, text, to_json, unpack
+from teimgr.observability.exposition import CONTENT_TYPE, Page, Sample, added, condensed, text_lines, to_json, unpack
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.spec import InstanceView, State, WorkerEndpoint, now_rfc3339
 from teimgr.wire.fleet_tls import FleetIdentity
@@ -138,8 +139,8 @@ async def metrics(
     if buckets == "few":
         page = condensed(page)
     if form == "json":
-        return answer({"timestamp": now_rfc3339(), "families": to_json(page)})
-    return Response(text(page), headers={"Content-Type": CONTENT_TYPE})
+        return await answer_list(to_json(page), "families", timestamp=now_rfc3339())
+    return Response("".join(await LISTING.listed(text_lines(page))), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _knows_names(request: Request) -> bool:

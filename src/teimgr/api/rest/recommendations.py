@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
+import orjson
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
@@ -16,6 +17,7 @@ from teimgr.control.capacity.autoscaler import KNOWN_FOR_S, Autoscaler
 from teimgr.control.capacity.recommendations import Recommendation
 from teimgr.errors import ValidationError
 from teimgr.http.auth.policy import caller_of
+from teimgr.http.turns import LISTING
 from teimgr.spec import now_rfc3339
 
 router = APIRouter(tags=["fleet"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
@@ -163,11 +165,15 @@ class Scaling(BaseModel):
 async def scaling(request: Request) -> Response:
     """What the number of replicas depends on; an instance without a replica is there too, with zeros."""
     autoscaler: Autoscaler = request.app.state.autoscaler
-    found = {name: each._asdict() for name, each in (await autoscaler.figures()).items()}
-    return answer({"timestamp": now_rfc3339(), "instances": found, "flat": flat(found)})
+    figures = await autoscaler.figures()
+    rows = await LISTING.listed(orjson.dumps(each._asdict()) for each in figures.values())
+    found = dict(zip(figures, map(orjson.Fragment, rows), strict=True))
+    aliases = dict(zip(found, await LISTING.listed(map(scaling_alias, found)), strict=True))
+    flat = {aliases[name]: each for name, each in reversed(found.items())}
+    flat |= {name: found[name] for name, other in aliases.items() if name == other}
+    return answer({"timestamp": now_rfc3339(), "instances": found, "flat": flat})
 
 
-def flat(found: dict[str, Any]) -> dict[str, Any]:
-    """By aliases without characters that a path in GJSON has to escape; a name that is its own alias comes first."""
-    aliases = {re.sub(r"[^A-Za-z0-9_]", "_", name): each for name, each in reversed(found.items())}
-    return aliases | {name: each for name, each in found.items() if name in aliases}
+def scaling_alias(name: str) -> str:
+    """Return a name without characters that a path in GJSON has to escape."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", name)

@@ -7,7 +7,7 @@ where a number is meant. `null` in an optional field means absent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from functools import reduce
 from operator import or_
@@ -31,13 +31,14 @@ from pydantic import ValidationError as BodyErrors
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from teimgr.config.instance_keys import shown_args
 from teimgr.config.schema import ConfigFaults, nearest, quoted
 from teimgr.config.sources import with_template
 from teimgr.errors import InvalidInput, TooLarge, ValidationError
 from teimgr.http.bodies import SlowClient, compression_fault, is_json, read_limited
+from teimgr.http.turns import LISTING
 from teimgr.observability.shown_text import in_own_words
 from teimgr.spec import FIXED, KEYS, InstanceKey, InstanceSpec, InstanceView, LoadedModel, State, WorkerView, updatable
 from teimgr.wire import json_scan
@@ -53,6 +54,7 @@ BODY_LIMIT_BYTES = 2 * 2**20
 _LARGE_BYTES = 16 * 1024
 _MAX_VALUES = 12_000
 _PROBLEMS_SHOWN = 5
+_ROWS_OF_PART = 64
 _SHOWN_CHARS = 80
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -60,6 +62,28 @@ Body = TypeVar("Body", bound=BaseModel)
 
 def answer(value: object, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+async def answer_list(values: Iterable[object], key: str = "", **others: object) -> Response:
+    """Answer with a list that may have thousands of members, or with an object whose `key` it is, beside `others`.
+
+    The members are made and encoded in several turns of the loop, and a long body is sent in parts.
+    """
+    rows = await LISTING.listed(map(orjson.dumps, values))
+    begin, end = (orjson.dumps(others)[:-1] + b',"%b":[' % key.encode(), b"]}") if key else (b"[", b"]")
+    length = len(begin) + sum(map(len, rows)) + max(0, len(rows) - 1) + len(end)
+    headers = {"Content-Length": str(length)}
+    return StreamingResponse(_parts(begin, rows, end), headers=headers, media_type="application/json")
+
+
+async def _parts(begin: bytes, rows: Sequence[bytes], end: bytes) -> AsyncIterator[bytes]:
+    part = [begin]
+    for first in range(0, len(rows), _ROWS_OF_PART):
+        part += (b"," if first else b"", b",".join(rows[first : first + _ROWS_OF_PART]))
+        if first + _ROWS_OF_PART < len(rows):
+            yield b"".join(part)
+            part.clear()
+    yield b"".join((*part, end))
 
 
 async def read_json(

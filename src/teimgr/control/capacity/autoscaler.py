@@ -19,6 +19,7 @@ from teimgr.control.delayed_json import KeptFile
 from teimgr.control.ledger.footprints import engine_version
 from teimgr.control.placement.planner import usable_cores
 from teimgr.errors import TeimgrError
+from teimgr.http.turns import LISTING
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, Sample
 from teimgr.spec import Incident, InstanceView, State, WorkerView, now_rfc3339
@@ -263,14 +264,15 @@ class Autoscaler:
         refused = self._refusals.read(found, now, present)
         known = self._reported | answered
         self._reported = {each: known[each] for each in present if each is not None and each in known}
-        figures = {}
-        for view in views:
+
+        def figures_of(view: InstanceView) -> tuple[str, Figures]:
             name = view.spec.name
             silent = [each.incarnation for each in _serving(view) if each.incarnation not in answered]
             last = [self._reported[each] for each in silent if each in self._reported]
             sums[name] += [reported for at, reported in last if now - at <= KNOWN_FOR_S]
-            figures[name] = self._figures(view, sums[name], len(silent), refused.get(name, 0.0))
-        return figures
+            return name, self._figures(view, sums[name], len(silent), refused.get(name, 0.0))
+
+        return dict(await LISTING.listed(map(figures_of, views)))
 
     def _figures(self, view: InstanceView, workers: Sequence[_Sums], silent: int, refused: float) -> Figures:
         course = self._courses.get(view.spec.name)
@@ -298,7 +300,7 @@ class Autoscaler:
             catalogue.SCALING_WANTED: "wanted",
         }
         return {
-            family: [Sample("", labels, getattr(figures, column)) for labels, figures in found]
+            family: await LISTING.listed(Sample("", labels, getattr(figures, column)) for labels, figures in found)
             for family, column in columns.items()
         }
 

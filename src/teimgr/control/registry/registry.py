@@ -42,6 +42,7 @@ from teimgr.errors import (
     Unavailable,
     ValidationError,
 )
+from teimgr.http.turns import LISTING
 from teimgr.models import hub
 from teimgr.models.directory import broken_file, missing_file
 from teimgr.models.source import WrongSourceError, decide, revision_problem
@@ -64,6 +65,9 @@ class TrialOptions:
     revision: str | None = None
     trust_remote_code: bool = False
     code_revision: str | None = None
+
+
+_OnDisk = tuple[Snapshot | None, tuple[Snapshot, ...], dict[str, Any] | None]
 
 
 class Registry:
@@ -220,7 +224,7 @@ class Registry:
         """
         view = await self.get(model_id)
         if users := self._users().get(model_id):
-            raise ModelInUse(model_id, users)
+            raise ModelInUse(model_id, sorted(users))
         self._tasks.check_idle(model_id)
         if view.snapshot is not None and view.snapshot.fault is None and disk.is_directory(model_id):
             raise ValidationError(f"'{model_id}' is a directory: only what is in the hub's cache is deleted")
@@ -356,39 +360,37 @@ class Registry:
         wanted = {model_id: self._revision_of(model_id, None) for model_id in ids}
         found = await asyncio.to_thread(lambda: [self._on_disk(*each) for each in wanted.items()])
         users = self._users()
-        views = []
-        for model_id, (snapshot, commits, metadata) in zip(wanted, found, strict=True):
-            task = self._tasks.of(model_id)
-            views.append(
-                ModelView(
-                    model_id=model_id,
-                    record=self._records.of(model_id),
-                    started_at=self._started_at,
-                    snapshot=snapshot,
-                    metadata=metadata,
-                    commits=commits,
-                    busy=task.status if task else None,
-                    progress=task.progress.value if task and task.progress else None,
-                    download_error=self._tasks.download_error(model_id),
-                    used_by=tuple(users.get(model_id, ())),
-                )
-            )
-        return views
 
-    def _on_disk(
-        self, model_id: str, revision: str | None
-    ) -> tuple[Snapshot | None, tuple[Snapshot, ...], dict[str, Any] | None]:
+        def view(model_id: str, on_disk: _OnDisk) -> ModelView:
+            snapshot, commits, metadata = on_disk
+            task = self._tasks.of(model_id)
+            return ModelView(
+                model_id=model_id,
+                record=self._records.of(model_id),
+                started_at=self._started_at,
+                snapshot=snapshot,
+                metadata=metadata,
+                commits=commits,
+                busy=task.status if task else None,
+                progress=task.progress.value if task and task.progress else None,
+                download_error=self._tasks.download_error(model_id),
+                used_by=tuple(sorted(users.get(model_id, ()))),
+            )
+
+        return await LISTING.listed(map(view, wanted, found))
+
+    def _on_disk(self, model_id: str, revision: str | None) -> _OnDisk:
         """Return what a worker would load, all cached commits, and the metadata. Reads the disk."""
         snapshot = self._find(model_id, revision)
         if snapshot is None:
             return None, (), None
         return snapshot, tuple(self._cache.snapshots(model_id)) if snapshot.commit else (), snapshot.metadata()
 
-    def _users(self) -> Mapping[str, Sequence[str]]:
+    def _users(self) -> Mapping[str, set[str]]:
         users = defaultdict(set)
         for view in self._instances():
             users[view.spec.model_id].add(view.spec.name)
-        return {model_id: sorted(names) for model_id, names in users.items()}
+        return users
 
     def _revision_of(self, model_id: str, given: str | None) -> str | None:
         return given or self._records.of(model_id).revision

@@ -409,8 +409,13 @@ class FleetProber:
 
     async def probe(self, name: str) -> list[ProbeResult]:
         """Return a result for each serving worker of the instance; empty if the instance does not run."""
-        entries = [entry for entry in self._directory.snapshot().entries if entry.name == name]
-        return list(await asyncio.gather(*(self._probe(each) for entry in entries for each in entry.endpoints)))
+        entry = self._directory.entry(name)
+        return list(await asyncio.gather(*(self._probe(each) for each in (entry.endpoints if entry else ()))))
+
+    def has_workers(self, name: str) -> bool:
+        """True if the instance has workers that `probe` would check."""
+        entry = self._directory.entry(name)
+        return entry is not None and bool(entry.endpoints)
 
     async def _probe(self, endpoint: WorkerEndpoint) -> ProbeResult:
         begun, problem = time.monotonic(), None

@@ -45,6 +45,10 @@ class Directory:
         if self._entries.pop(name, None) is not None:
             self._notify(name, None)
 
+    def entry(self, name: str) -> RouteEntry | None:
+        """Return the entry of one instance; None for an unknown name."""
+        return self._entries.get(name)
+
     def snapshot(self) -> RoutingSnapshot:
         return RoutingSnapshot(tuple(self._entries.values()))
 

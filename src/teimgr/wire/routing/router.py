@@ -180,6 +180,10 @@ class Lease:
         self._replica.lease_ended()
 
 
+# Restricted callers for whom the list of their instances is kept: some tens of KiB if there are thousands.
+_MAX_COVERED = 64
+
+
 class RouterView(Protocol):
     """The router as one caller may use it: `Router` itself, or a restricted view of it."""
 
@@ -284,6 +288,7 @@ class Router:
         self._identity = identity
         self._node = identity.node if identity else ""
         self._snapshot: RoutingSnapshot | None = None  # made on demand
+        self._covered: dict[tuple[str, ...], RoutingSnapshot] = {}  # parts of it, by the instances of callers
         self._by_name: dict[str, _Instance] = {}
         self._by_model: defaultdict[str, dict[str, None]] = defaultdict(dict)  # model id to names
         self._stats: dict[str, LinkStats] = {}
@@ -323,6 +328,7 @@ class Router:
             replica.retire()
             self._retired.add(replica)
         self._snapshot = None
+        self._covered.clear()
         for watcher in self._watchers.get(name, ()):
             if not watcher.done():
                 watcher.set_result(None)
@@ -360,6 +366,18 @@ class Router:
         if self._snapshot is None:
             self._snapshot = RoutingSnapshot(tuple(instance.entry for instance in self._by_name.values()))
         return self._snapshot
+
+    def covered(self, caller: Caller) -> RoutingSnapshot:
+        """The instances that a caller covers; kept for `_MAX_COVERED` callers until a route changes."""
+        if caller.instances is None:
+            return self.snapshot
+        found = self._covered.get(caller.instances)
+        if found is None:
+            if len(self._covered) >= _MAX_COVERED:
+                self._covered.clear()
+            found = RoutingSnapshot(tuple(entry for entry in self.snapshot.entries if caller.covers(entry.name)))
+            self._covered[caller.instances] = found
+        return found
 
     def find(self, name: str) -> RouteEntry | None:
         instance = self._by_name.get(name)
@@ -429,9 +447,14 @@ class Router:
     def link_stats(self) -> list[dict[str, Any]]:
         """Return per instance the counters of its links and the calls and bytes in flight, for JSON.
 
-        Calls are counted until they end, even on workers that have left the directory.
+        Calls are counted until they end, even on workers that have left the directory. Instances that have had no link
+        yet are left out: most of thousands that are declared.
         """
-        replicas = {name: list(instance.replicas) for name, instance in self._by_name.items()}
+        replicas = {
+            name: list(instance.replicas)
+            for name, instance in self._by_name.items()
+            if instance.replicas or self._stats[name].connects
+        }
         for replica in self._retired:
             if replica.instance in replicas:
                 replicas[replica.instance].append(replica)
@@ -489,10 +512,7 @@ class _RestrictedRouter:
 
     @property
     def snapshot(self) -> RoutingSnapshot:
-        if not self._caller.is_restricted:
-            return self._router.snapshot
-        entries = self._router.snapshot.entries
-        return RoutingSnapshot(tuple(entry for entry in entries if self._caller.covers(entry.name)))
+        return self._router.covered(self._caller)
 
     def find(self, name: str) -> RouteEntry | None:
         return self._router.find(name) if self._caller.covers(name) else None
