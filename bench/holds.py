@@ -26,7 +26,7 @@ from bench.monster_inputs import ARROW, TEXTS, arrow_stream
 from bench.progress import partial, say
 from bench.report import publish
 from teimgr.api.batches.lines import _Reader
-from teimgr.api.gateway.model_names import ModelScans
+from teimgr.api.gateway.bodies import ModelScans
 from teimgr.api.rest import schemas
 from teimgr.engine.job import InferOptions, Job, Lane, SparseRow
 from teimgr.errors import TeimgrError

@@ -35,8 +35,7 @@ from bench.progress import partial, rounds, say
 from bench.report import publish
 from bench.steady import OK, GrpcCalls, HttpCalls, SteadyCall, SteadyTask
 from teimgr.engine.batching.batch import Encoded
-from teimgr.engine.batching.fair_share import FairLane
-from teimgr.engine.batching.length_buckets import QueueEntry
+from teimgr.engine.batching.fair_share import FairLane, QueueEntry
 from teimgr.engine.job import InferOptions, Job, Lane, Share
 
 HEADER = ("what", "measured", "low", "high", "at most")

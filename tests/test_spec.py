@@ -24,7 +24,7 @@ from teimgr.config.instance_keys import FLAGS, parse
 from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import WorkerStatus
 from teimgr.control.launch.process_handle import RunFile
-from teimgr.control.placement.gpus import GpuInventory
+from teimgr.control.placement.hosts import GpuInventory
 from teimgr.control.placement.planner import Planner
 from teimgr.control.supervision.store import parse as parse_state
 from teimgr.control.supervision.store import render

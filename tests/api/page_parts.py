@@ -10,7 +10,7 @@ from teimgr.api.rest.probes import Scraper
 from teimgr.config.settings import Settings
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.events.fleet_events import EventLog
-from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
+from teimgr.control.placement.hosts import Gpu, GpuInventory, Inventory
 from teimgr.wire.routing.directory import Directory
 from tests.support.rest_listener import Fleet
 

@@ -18,8 +18,7 @@ from teimgr.cluster.head import ClusterHead
 from teimgr.cluster.messages import NodeFacts, Versions
 from teimgr.config.sections import ClusterSettings
 from teimgr.config.settings import Settings
-from teimgr.control.placement.gpus import GpuInventory, Inventory
-from teimgr.control.placement.hosts import LeavingHosts
+from teimgr.control.placement.hosts import GpuInventory, Inventory, LeavingHosts
 
 VERSIONS = Versions(teimgr="0", ray="0", python="0", torch="0")
 
@@ -68,7 +67,7 @@ def head(tmp_path: Path, bridge: MemoryBridge, monkeypatch: pytest.MonkeyPatch) 
     made = ClusterHead(settings, local_launcher(tmp_path), cards, LeavingHosts())
     for name in ("two", "three"):
         made.enrolment.enrolment.redeem(made.enrolment.enrolment.create_token("f" * 64), name)
-    made.bridge = cast(Bridge, bridge)
+    made.bridge = cast("Bridge", bridge)
     return made
 
 

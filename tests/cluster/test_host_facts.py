@@ -10,7 +10,7 @@ from tests.support.cluster import needs_ray
 from teimgr.cluster import host_facts
 from teimgr.cluster.head import _problem
 from teimgr.cluster.host_facts import HostDescription, disk_problem
-from teimgr.control.placement.gpus import GpuInventory, Inventory
+from teimgr.control.placement.hosts import GpuInventory, Inventory
 
 
 def test_a_full_disk_is_named_by_the_folder_that_lies_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

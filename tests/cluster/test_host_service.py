@@ -17,8 +17,7 @@ from teimgr.cluster.host_models import HostModels
 from teimgr.cluster.host_service import HostListener, HostService, RemoteLogs
 from teimgr.errors import Forbidden, InvalidInput, InvalidInstanceName, Unavailable
 from teimgr.observability.log_files import Gap
-from teimgr.observability.log_filter import LogFilter
-from teimgr.observability.log_source import Batch, LocalLogs
+from teimgr.observability.log_source import Batch, LocalLogs, LogFilter
 
 LIMIT_S = 20.0
 ALL = LogFilter()

@@ -12,8 +12,7 @@ from teimgr.cluster import host_facts
 from teimgr.cluster.opening import open_cluster
 from teimgr.config.sections import ClusterSettings
 from teimgr.config.settings import Settings
-from teimgr.control.placement.gpus import GpuInventory
-from teimgr.control.placement.hosts import LeavingHosts
+from teimgr.control.placement.hosts import GpuInventory, LeavingHosts
 from teimgr.errors import InvalidConfig
 from teimgr.wire.routing.directory import Directory
 

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from teimgr.config.settings import Settings
-from teimgr.control.placement.gpus import GpuInventory, Inventory
+from teimgr.control.placement.hosts import GpuInventory, Inventory
 from teimgr.control.registry.cache import HubCache
 from teimgr.control.registry.registry import Registry
 from teimgr.observability.metrics import DaemonMetrics

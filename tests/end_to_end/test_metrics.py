@@ -30,8 +30,8 @@ from teimgr.api.rest.hosts import GpuReport
 from teimgr.client import Client
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.capacity.autoscaler import Figures as ScalingFigures
-from teimgr.control.placement import gpus
-from teimgr.control.placement.gpus import GpuInventory
+from teimgr.control.placement import hosts
+from teimgr.control.placement.hosts import GpuInventory
 from teimgr.control.sharing.tenants import TenantRegistry, UsageRow
 from teimgr.daemon.watches import DiskWatch
 from teimgr.engine.engine import EngineStats
@@ -168,7 +168,7 @@ async def test_figures_of_keys_move() -> None:
     def act() -> None:
         usage.rows = [UsageRow("search", "a", "m", 5, 2, 2, 1, 0)]
 
-    await moves("calls with a key are answered and refused", partial(TenantRegistry.page, cast(Any, usage)), act)
+    await moves("calls with a key are answered and refused", partial(TenantRegistry.page, cast("Any", usage)), act)
 
 
 async def test_figures_of_scaling_move() -> None:
@@ -184,7 +184,7 @@ async def test_figures_of_scaling_move() -> None:
     def act() -> None:
         load.now = ScalingFigures(500, 5.0, 100.0, 4.0, 2, 0, 3, "")
 
-    await moves("work waits for an instance", partial(Autoscaler.page, cast(Any, load)), act)
+    await moves("work waits for an instance", partial(Autoscaler.page, cast("Any", load)), act)
 
 
 async def test_alarms_move() -> None:
@@ -212,7 +212,7 @@ async def test_the_part_of_a_disk_in_use_moves(tmp_path: Path) -> None:
 async def test_the_end_of_a_certificate_moves() -> None:
     ends = [1.8e9]
     tls = SimpleNamespace(_files=SimpleNamespace(cert=Path("server.pem"), ends=lambda: ends[-1]))
-    await moves("a certificate is renewed", partial(RestTls.page, cast(Any, tls)), lambda: ends.append(1.9e9))
+    await moves("a certificate is renewed", partial(RestTls.page, cast("Any", tls)), lambda: ends.append(1.9e9))
 
 
 async def test_a_sick_engine_moves_its_numbers() -> None:
@@ -281,7 +281,7 @@ class FakeNvml:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     driver = FakeNvml()
-    monkeypatch.setattr(gpus, "pynvml", driver)
+    monkeypatch.setattr(hosts, "pynvml", driver)
     return driver
 
 

@@ -38,8 +38,8 @@ from teimgr.control.launch.launcher import Adopted, FoundWorkers, WorkerHandle
 from teimgr.control.launch.mux_launcher import LocalMuxLauncher, local_launcher, mux_config
 from teimgr.control.launch.process_handle import Exit, ExitReport, new_incarnation
 from teimgr.control.launch.strays import Stray
-from teimgr.control.placement.decision import place
-from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
+from teimgr.control.placement.hosts import Gpu, GpuInventory, Inventory
+from teimgr.control.placement.planner import place
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.muxes import MuxSupervisor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import struct
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 
 from teimgr.errors import InvalidConfig, ModelLoadFailed
-from teimgr.models.gguf_head import HEADS, MAX_HEAD_BYTES, leading_facts, read_gguf
+from teimgr.models import gguf_head
+from teimgr.models.gguf_head import HEADS, MAX_HEAD_BYTES, leading_facts, read_gguf, weight_sizes
 from teimgr.models.reading import read_layout
-from teimgr.models.weight_sizes import weight_sizes
 from tests.support.models import MAX_LENGTH, build
 from tests.support.models.other_forms import move_to_gguf
 
@@ -123,3 +124,21 @@ def test_hostile_heads_are_refused_before_anything_is_made_of_them(tmp_path: Pat
     os.mkfifo(file)
     with pytest.raises(ModelLoadFailed, match="is a FIFO, not a file"):
         read_gguf(file)
+
+
+def test_weights_whose_head_announces_more_than_the_file_has_count_by_its_size(tmp_path: Path) -> None:
+    model = build("bert", tmp_path / "model")
+    tensor = {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}
+    head = json.dumps({"a": tensor, "b": tensor}).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + b"\0" * 4000)
+
+    sizes = weight_sizes(read_layout(model))
+
+    assert sizes.parameters == sizes.file_bytes // 4
+
+
+def test_more_tensors_than_are_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = read_layout(build("bert", tmp_path / "model"))
+    monkeypatch.setattr(gguf_head, "MAX_TENSORS", 3)
+    with pytest.raises(ModelLoadFailed, match="the files of weights have more than 3 tensors"):
+        weight_sizes(layout)

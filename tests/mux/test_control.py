@@ -20,9 +20,8 @@ from tests.support.mux_process import embed, running, stub
 from tests.support.polling import eventually
 
 from teimgr.config.mux import MuxConfig
-from teimgr.control.launch.control_link import MuxDisconnected, MuxLink, MuxLost
+from teimgr.control.launch.control_link import MuxDisconnected, MuxLink, MuxLost, open_mux_link
 from teimgr.control.launch.mux_launcher import LocalMux, MuxPaths, spawn_mux
-from teimgr.control.launch.remote_control import open_mux_link
 from teimgr.errors import Unavailable
 from teimgr.http.auth.policy import Policy
 from teimgr.http.server import bind

@@ -17,8 +17,7 @@ import pytest
 from teimgr.errors import Overloaded, Unavailable
 from teimgr.observability import log_source
 from teimgr.observability.log_files import Gap
-from teimgr.observability.log_filter import LogFilter
-from teimgr.observability.log_source import Batch, FleetLogs, LocalLog, LocalLogs, OpenLog
+from teimgr.observability.log_source import Batch, FleetLogs, LocalLog, LocalLogs, LogFilter, OpenLog
 
 LIMIT_S = 20.0
 ALL = LogFilter()

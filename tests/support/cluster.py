@@ -36,8 +36,7 @@ from teimgr.config.sections import ClusterSettings
 from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import identify
 from teimgr.control.launch.launcher import LocalLauncher
-from teimgr.control.placement.gpus import GpuInventory, Inventory
-from teimgr.control.placement.hosts import LeavingHosts
+from teimgr.control.placement.hosts import GpuInventory, Inventory, LeavingHosts
 from teimgr.observability.log_source import LocalLogs
 from teimgr.spec import RouteEntry, State, WorkerEndpoint, WorkerSpec
 from teimgr.wire.fleet_tls import FleetIdentity, FleetName, write_identity

@@ -19,8 +19,7 @@ from teimgr.config.settings import Settings
 from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.control.launch.process_handle import look_up
-from teimgr.control.placement.gpus import GpuInventory, Inventory, InventorySource
-from teimgr.control.placement.hosts import LeavingHosts
+from teimgr.control.placement.hosts import GpuInventory, Inventory, InventorySource, LeavingHosts
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.store import Store
 from teimgr.observability.metrics import DaemonMetrics

@@ -18,8 +18,7 @@ from tests.support.cluster import FleetNodes, endpoint_of, worker_on
 from tests.support.polling import eventually
 from tests.support.worker_process import LIMIT_S, Connect, WorkerLink, WorkerProcess, arrow, embed_request, table
 
-from teimgr.control.launch.control_link import WorkerStatus
-from teimgr.control.launch.remote_control import open_control_link
+from teimgr.control.launch.control_link import WorkerStatus, open_control_link
 from teimgr.errors import Code, Unavailable
 from teimgr.spec import WorkerEndpoint
 from teimgr.wire.fleet_tls import FleetIdentity, write_removed

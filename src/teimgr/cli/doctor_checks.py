@@ -150,8 +150,7 @@ def check_clock(settings: Settings) -> Iterator[Finding]:
 def check_devices(settings: Settings) -> Iterator[Finding]:
     """Driver and torch, each asked in its own way, agree on the GPUs, and torch has code for them."""
     from teimgr.control.launch.nursery import TorchBuild
-    from teimgr.control.placement.gpus import only_visible, read_nvml
-    from teimgr.control.placement.preflight import problems
+    from teimgr.control.placement.hosts import only_visible, problems, read_nvml
 
     inventory = only_visible(read_nvml(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     command = [sys.executable, "-c", _TORCH_FACTS]
@@ -180,8 +179,8 @@ def check_devices(settings: Settings) -> Iterator[Finding]:
 def _models(settings: Settings) -> Iterator[Finding]:
     """The models of the seeds, with all replicas, fit into the free memory: that of the cards, or of the host."""
     from teimgr.control.ledger.system_memory import free_memory_bytes
-    from teimgr.control.placement.decision import replica_count
-    from teimgr.control.placement.gpus import only_visible, read_nvml
+    from teimgr.control.placement.hosts import only_visible, read_nvml
+    from teimgr.control.placement.planner import replica_count
 
     inventory = only_visible(read_nvml(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     beside = _WORKER_BYTES_ON_A_CARD if inventory.gpus else _WORKER_BYTES

@@ -25,8 +25,7 @@ from teimgr.config.sections import address_on_host
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher
 from teimgr.control.launch.process_handle import LaunchFailed
-from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
-from teimgr.control.placement.hosts import Host, LeavingHosts
+from teimgr.control.placement.hosts import Gpu, GpuInventory, Host, Inventory, LeavingHosts
 from teimgr.control.placement.planner import usable_cores
 from teimgr.errors import InvalidConfig, Unavailable
 from teimgr.observability.log_source import LocalLogs, LogSource

@@ -16,7 +16,7 @@ from pathlib import Path
 from teimgr import __version__
 from teimgr.cluster.messages import NodeFacts, Versions
 from teimgr.control.ledger.system_memory import free_memory_bytes, host_memory
-from teimgr.control.placement.gpus import GpuInventory
+from teimgr.control.placement.hosts import GpuInventory
 from teimgr.control.placement.planner import usable_cores
 from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.wire.fleet_tls import check_node_name

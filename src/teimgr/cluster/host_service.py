@@ -28,8 +28,7 @@ from teimgr.http.acceptor import GatedStream
 from teimgr.http.connection_gate import Phase, Ticket
 from teimgr.http.server import bind
 from teimgr.observability.log_files import Gap
-from teimgr.observability.log_filter import LogFilter
-from teimgr.observability.log_source import OPEN_LIMIT_S, Batch, LogSource
+from teimgr.observability.log_source import OPEN_LIMIT_S, Batch, LogFilter, LogSource
 from teimgr.spec import check_name
 from teimgr.wire.fleet_tls import FleetIdentity, FleetListener, peer_of
 from teimgr.wire.json_messages import pack_error

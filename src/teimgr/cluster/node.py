@@ -30,7 +30,7 @@ from teimgr.cluster.ray_process import UNRESTRICTED, RayHost, RayProcess, librar
 from teimgr.config.sections import ClusterSettings, address_problem, ray_ports_problem
 from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
 from teimgr.control.launch.process_handle import LaunchFailed
-from teimgr.control.placement.gpus import GpuInventory
+from teimgr.control.placement.hosts import GpuInventory
 from teimgr.control.placement.planner import usable_cores
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.files import write_atomically

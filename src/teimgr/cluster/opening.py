@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from teimgr.config.mux import MuxConfig
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher
-from teimgr.control.placement.gpus import GpuInventory, InventorySource
-from teimgr.control.placement.hosts import LeavingHosts
+from teimgr.control.placement.hosts import GpuInventory, InventorySource, LeavingHosts
 from teimgr.observability.log_source import LogSource
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.routing.directory import Directory

@@ -23,11 +23,10 @@ from teimgr.cluster.messages import HeldWorker, exit_from_dict
 from teimgr.cluster.node_muxes import mux_spec
 from teimgr.config.mux import MuxConfig
 from teimgr.config.sections import address_on_host
-from teimgr.control.launch.control_link import ControlLink, MuxLink, WorkerStatus
+from teimgr.control.launch.control_link import ControlLink, MuxLink, WorkerStatus, open_control_link, open_mux_link
 from teimgr.control.launch.launcher import Adopted, EndedWorker, FoundWorkers, LocalLauncher, WorkerHandle
 from teimgr.control.launch.mux_launcher import MuxHandle, config_hash
 from teimgr.control.launch.nursery_link import FORK_LIMIT_S, IMPORT_LIMIT_S
-from teimgr.control.launch.remote_control import open_control_link, open_mux_link
 from teimgr.control.launch.strays import Stray
 from teimgr.errors import Unavailable
 from teimgr.http.auth.tls_files import TlsFiles

@@ -28,17 +28,14 @@ from teimgr.cluster.opening import open_cluster
 from teimgr.config.auth import policy_of
 from teimgr.config.settings import Settings
 from teimgr.config.sources import Configuration, Source
-from teimgr.control.background import in_background
+from teimgr.control.background import KeptFile, in_background, kept_path
 from teimgr.control.capacity.advisor import Advisor
 from teimgr.control.capacity.autoscaler import Autoscaler
-from teimgr.control.delayed_json import KeptFile, kept_path
 from teimgr.control.events.fleet_events import EventFile, EventLog, events_path
 from teimgr.control.events.webhooks import Webhooks
 from teimgr.control.launch.launcher import Launcher, LocalLauncher, LocalOptions
 from teimgr.control.launch.mux_launcher import mux_configs
-from teimgr.control.placement.gpus import GpuInventory, InventorySource
-from teimgr.control.placement.hosts import LeavingHosts
-from teimgr.control.placement.preflight import Preflight
+from teimgr.control.placement.hosts import GpuInventory, InventorySource, LeavingHosts, Preflight
 from teimgr.control.registry.registry import Registry
 from teimgr.control.residence.residence import Residence
 from teimgr.control.sharing.tenants import TenantRegistry

@@ -28,10 +28,9 @@ from teimgr.engine.text.tokenizer_config import contradictions
 from teimgr.engine.text.tokenizer_library import is_panic, tokenizer_faults
 from teimgr.errors import InvalidConfig, ModelLoadFailed, TeimgrError
 from teimgr.models.directory import check_safetensors
-from teimgr.models.gguf_head import HEADS
+from teimgr.models.gguf_head import HEADS, check_tensors
 from teimgr.models.layout import Layout
 from teimgr.models.reading import read_layout, refuse_warnings
-from teimgr.models.weight_sizes import check_tensors
 from teimgr.spec import CPU_BATCH_TOKENS, CPU_TEMPORARY_BYTES, CUT_TEXTS, LoadedModel
 
 __all__ = ["EngineOptions", "EngineParts", "load_parts"]

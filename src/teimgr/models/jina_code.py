@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import TASK_NAME
-from teimgr.models.served_config import HEADS, Config, ServedConfig, check_heads, classes_of, number, refuse_unless
+from teimgr.models.json_files import HEADS, Config, ServedConfig, check_heads, classes_of, number, refuse_unless
 
 JINA_XLM_ROBERTA = "jina-xlm-roberta"
 # Defaults of the class XLMRobertaFlashConfig that differ from the library's.

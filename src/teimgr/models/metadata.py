@@ -25,12 +25,11 @@ from teimgr.models.directory import (
     other_format,
 )
 from teimgr.models.gguf_head import read_gguf
-from teimgr.models.json_files import TokenFiles, read_settings
+from teimgr.models.json_files import ServedConfig, TokenFiles, read_settings
 from teimgr.models.known_keys import ADAPTER
 from teimgr.models.layout import Adapter
 from teimgr.models.modules import GME_TRANSFORMER, JINA_TRANSFORMER, Chain, read_chain
 from teimgr.models.own_code import ONNX, added_end, has_own_tokenizer, served_config
-from teimgr.models.served_config import ServedConfig
 from teimgr.models.source import names_a_path
 
 MODEL2VEC = "model2vec"

@@ -17,8 +17,7 @@ from teimgr.errors import ModelLoadFailed
 from teimgr.models import jina_code
 from teimgr.models.bounded_json import read_object
 from teimgr.models.directory import module_places
-from teimgr.models.modules import is_own_module
-from teimgr.models.served_config import (
+from teimgr.models.json_files import (
     HEADS,
     Config,
     ServedConfig,
@@ -29,6 +28,7 @@ from teimgr.models.served_config import (
     number,
     refuse_unless,
 )
+from teimgr.models.modules import is_own_module
 
 OWN_MODELS = frozenset({"jina_bert", "nomic_bert_moe"})
 """Model types of `engine/own_models`, to which config.json is converted."""

@@ -1,4 +1,4 @@
-"""Readers for logs of instances: of one host, in its folder, or of several hosts in one order.
+"""Readers for logs of instances, of one host or of several hosts in one order; `LogFilter` selects lines.
 
 Each host has one log per instance, which all replicas there write. The logs of several hosts are merged by the times of
 their lines; a line without a time, as in a traceback, stays after the line before it.
@@ -9,17 +9,101 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
-from datetime import UTC, datetime
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from teimgr.errors import Overloaded, TeimgrError, Unavailable
+import orjson
+
+from teimgr.errors import Overloaded, TeimgrError, Unavailable, ValidationError
 from teimgr.observability.log_files import Follower, Gap, Piece, pieces, read_lines
-from teimgr.observability.log_filter import LogFilter, event_of, time_of
-from teimgr.observability.logs import log_path
+from teimgr.observability.logs import LEVELS, log_path
+
+
+@dataclass(frozen=True, slots=True)
+class LogFilter:
+    """Minimum level and earliest time; None for any.
+
+    A line that is not a JSON event, such as one of a traceback, is kept or dropped with the event before it.
+    """
+
+    level: int | None = None
+    since: datetime | None = None
+
+    @classmethod
+    def of(cls, level: str | None, since: str | None) -> LogFilter:
+        """Make the filter of a query: the name of a level, and a time in RFC 3339 or in seconds ago.
+
+        Raises:
+            ValidationError: an unknown level or an invalid time.
+        """
+        if level is not None and level.lower() not in LEVELS:
+            raise ValidationError(f"level: no level {level!r}; known: {', '.join(LEVELS)}")
+        return cls(None if level is None else LEVELS[level.lower()], None if since is None else _since(since))
+
+    @property
+    def takes_all(self) -> bool:
+        return self.level is None and self.since is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, for another host."""
+        return {"level": self.level, "since": self.since.isoformat() if self.since else None}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LogFilter:
+        """The inverse of `to_json`. Raises ValueError, TypeError and KeyError."""
+        level, since = values["level"], values["since"]
+        return cls(None if level is None else int(level), datetime.fromisoformat(since) if since else None)
+
+    def predicate(self) -> Callable[[str], bool]:
+        """Whether to keep a line, for the lines of a log in their order."""
+        kept = self.since is None  # lines before the first event have no known time
+
+        def keeps(line: str) -> bool:
+            nonlocal kept
+            if (event := event_of(line)) is not None:
+                level = LEVELS.get(str(event.get("level", "")).lower(), logging.INFO)
+                is_late = self.since is None or (moment := time_of(event)) is None or moment >= self.since
+                kept = is_late and (self.level is None or level >= self.level)
+            return kept
+
+        return (lambda line: True) if self.takes_all else keeps
+
+
+def event_of(line: str) -> dict[str, Any] | None:
+    """Return the event of a line; None if the line is not JSON."""
+    try:
+        event = orjson.loads(line) if line.startswith("{") else {}
+    except ValueError:
+        return None
+    return event if "level" in event else None
+
+
+def time_of(event: Mapping[str, Any]) -> datetime | None:
+    """Return the time of a log line, if it has one: `ts` of ours, `timestamp` of TEI's."""
+    text = event.get("ts", event.get("timestamp"))
+    try:
+        return _aware(datetime.fromisoformat(text)) if isinstance(text, str) else None
+    except ValueError:
+        return None
+
+
+def _since(text: str) -> datetime:
+    with suppress(ValueError, OverflowError):
+        return datetime.now(UTC) - timedelta(seconds=float(text))
+    try:
+        return _aware(datetime.fromisoformat(text.replace(" ", "+")))  # an unescaped plus sign in the query
+    except ValueError:
+        raise ValidationError(f"since: {text!r} is neither seconds ago nor a moment in RFC 3339") from None
+
+
+def _aware(moment: datetime) -> datetime:
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
 
 log = logging.getLogger(__name__)
 

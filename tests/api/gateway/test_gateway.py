@@ -19,10 +19,9 @@ from tests.support.polling import eventually
 from tests.support.rest_listener import Fleet
 
 from teimgr.api.gateway import bodies, model_cards
-from teimgr.api.gateway.bodies import Bodies, ReadBody
+from teimgr.api.gateway.bodies import PARSED_BYTES, Bodies, ModelNames, ModelScans, ReadBody
 from teimgr.api.gateway.gateway import Gateway, go_duration
 from teimgr.api.gateway.model_cards import CardRows, ModelCards
-from teimgr.api.gateway.model_names import PARSED_BYTES, ModelNames, ModelScans
 from teimgr.api.gateway.routes import kinds_of
 from teimgr.api.rest.app import create_app
 from teimgr.config.settings import Settings

@@ -14,7 +14,7 @@ from tests.api.page_parts import parts
 from tests.support.rest_listener import Front, listening
 
 from teimgr.config.settings import Settings
-from teimgr.control.placement.gpus import Gpu
+from teimgr.control.placement.hosts import Gpu
 
 Serving = Callable[..., AbstractAsyncContextManager[Front]]
 

@@ -12,7 +12,7 @@ import pytest
 from teimgr.api.page import views
 from teimgr.api.page.figures import FINE_POINTS, WIDTH, Figures, Point, Ring, Sampler, percentile
 from teimgr.api.rest.probes import WorkerStats
-from teimgr.control.placement.gpus import GpuInventory, Inventory
+from teimgr.control.placement.hosts import GpuInventory, Inventory
 from teimgr.observability.catalogue import DURATION_BOUNDS
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerView
 

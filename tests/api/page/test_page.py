@@ -26,7 +26,7 @@ from teimgr.config.auth import Auth, Mtls, policy_of
 from teimgr.config.settings import Settings
 from teimgr.control.capacity.advisor import Applied
 from teimgr.control.capacity.recommendations import Expectation, Recommendation
-from teimgr.control.placement.gpus import Gpu
+from teimgr.control.placement.hosts import Gpu
 from teimgr.spec import Incident, InstanceSpec, State, UpdateView, WorkerView
 
 CARD = Gpu(index=0, uuid="GPU-a", memory_free_bytes=0, name="a card")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from teimgr.api.rest.hosts import GpuReport, Hosts
-from teimgr.control.placement.gpus import Gpu, Inventory
-from teimgr.control.placement.hosts import Host
+from teimgr.control.placement.hosts import Gpu, Host, Inventory
 from teimgr.observability import catalogue
 from teimgr.spec import InstanceSpec, InstanceView, State, WorkerView
 

@@ -16,7 +16,7 @@ from tests.support.rest_listener import Fleet, Front, listening
 
 from teimgr.api.rest.models import ModelInfo
 from teimgr.config.settings import Settings
-from teimgr.control.placement.gpus import GpuInventory, Inventory
+from teimgr.control.placement.hosts import GpuInventory, Inventory
 from teimgr.control.registry.cache import HubCache
 from teimgr.control.registry.registry import Registry
 from teimgr.observability.exposition import text

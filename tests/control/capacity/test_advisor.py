@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from teimgr.control.background import KeptFile
 from teimgr.control.capacity.advisor import SEEN_PART, Advisor
-from teimgr.control.delayed_json import KeptFile
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.ledger.footprints import Footprints
 from teimgr.control.ledger.ledger import Footprint, Ledger, Place
-from teimgr.control.placement.gpus import Inventory
+from teimgr.control.placement.hosts import Inventory
 from teimgr.control.supervision.validation import with_changes
 from teimgr.errors import InstanceNotFound, ObjectNotFound
 from teimgr.spec import Incident, InstanceSpec, InstanceView, State, UpdateView, WorkerView

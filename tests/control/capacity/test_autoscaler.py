@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
+from teimgr.control.background import KeptFile
 from teimgr.control.capacity import autoscaler
 from teimgr.control.capacity.autoscaler import Autoscaler
-from teimgr.control.delayed_json import KeptFile
 from teimgr.spec import Incident, InstanceSpec, InstanceView, State, WorkerView
 
 

@@ -11,7 +11,7 @@ from tests.support.models import build
 from teimgr.control.ledger import footprints as footprints_module
 from teimgr.control.ledger.footprints import Footprints, predicted
 from teimgr.control.ledger.ledger import Footprint
-from teimgr.models.weight_sizes import WeightSizes
+from teimgr.models.gguf_head import WeightSizes
 from teimgr.spec import InstanceSpec
 
 MIB = 2**20

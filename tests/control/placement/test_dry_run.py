@@ -18,7 +18,7 @@ from tests.support.fleet import settings_for
 from teimgr.control.ledger.ledger import Footprint
 from teimgr.control.placement import planner as placement
 from teimgr.control.placement.dry_run import REFUSED, FleetPlan, PlannedWorker
-from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
+from teimgr.control.placement.hosts import Gpu, GpuInventory, Inventory
 from teimgr.control.residence.residence import Residence
 from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.control.supervision.manager import Manager

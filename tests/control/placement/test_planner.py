@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from teimgr.config.settings import Settings
-from teimgr.control.placement.decision import Others, place, replica_count
-from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory, only_visible
+from teimgr.control.placement.hosts import Gpu, GpuInventory, Inventory, only_visible
 from teimgr.control.placement.planner import (
     CPU_TOKENS,
     LoadSlots,
+    Others,
     Planner,
     fair_share,
+    place,
+    replica_count,
     usable_cores,
     with_batch_tokens,
     worker_spec,

@@ -16,7 +16,7 @@ from tests.support.fleet import children
 from tests.support.hub_server import SHA, Hub, etag
 
 from teimgr.config.settings import Settings
-from teimgr.control.placement.gpus import GpuInventory, Inventory
+from teimgr.control.placement.hosts import GpuInventory, Inventory
 from teimgr.control.registry.cache import HubCache
 from teimgr.control.registry.download import Rate
 from teimgr.control.registry.records import DownloadProgress, ModelStatus

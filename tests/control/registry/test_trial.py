@@ -20,7 +20,7 @@ from tests.support.polling import eventually
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.ledger.footprints import Footprints
 from teimgr.control.ledger.ledger import Ledger
-from teimgr.control.placement.gpus import Gpu, GpuInventory, Inventory
+from teimgr.control.placement.hosts import Gpu, GpuInventory, Inventory
 from teimgr.control.registry.cache import HubCache
 from teimgr.control.registry.records import ModelStatus, ModelView
 from teimgr.control.registry.registry import Registry, TrialOptions

@@ -37,8 +37,7 @@ from teimgr.control.residence.events import (
     UserStopped,
 )
 from teimgr.control.residence.model import Fleet, Phase
-from teimgr.control.residence.policy import MAX_WAITING, decide
-from teimgr.control.residence.rehearsal import Rehearsal, Relief
+from teimgr.control.residence.policy import MAX_WAITING, Rehearsal, Relief, decide
 from teimgr.control.residence.room import MAX_STAY_S, UNUSED
 
 MIB = 2**20

@@ -23,7 +23,7 @@ from tests.support.fork_server import ForkedProcess, fork_program
 
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher, LocalOptions
-from teimgr.control.placement.gpus import GpuInventory, Inventory
+from teimgr.control.placement.hosts import GpuInventory, Inventory
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.store import Store
 from teimgr.observability.metrics import DaemonMetrics

@@ -24,7 +24,7 @@ from teimgr.control.launch.control_link import WorkerStatus
 from teimgr.control.launch.launcher import Adopted, FoundWorkers, WorkerHandle
 from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed
 from teimgr.control.launch.strays import Stray
-from teimgr.control.placement.gpus import GpuInventory, Inventory
+from teimgr.control.placement.hosts import GpuInventory, Inventory
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.store import Loaded
 from teimgr.errors import Code, Unavailable

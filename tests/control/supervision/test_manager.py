@@ -21,8 +21,7 @@ from tests.support.polling import eventually
 from teimgr.config.sections import OnDemandSettings
 from teimgr.control.launch.process_handle import look_up
 from teimgr.control.ledger.ledger import Place
-from teimgr.control.placement.gpus import Inventory
-from teimgr.control.placement.hosts import Host
+from teimgr.control.placement.hosts import Host, Inventory
 from teimgr.control.supervision import manager as manager_module
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.store import parse
@@ -39,8 +38,7 @@ from teimgr.errors import (
     ValidationError,
 )
 from teimgr.observability import catalogue, logs
-from teimgr.observability.log_filter import LogFilter
-from teimgr.observability.log_source import LocalLogs
+from teimgr.observability.log_source import LocalLogs, LogFilter
 from teimgr.spec import InstanceSpec, InstanceView, State, UpdateView
 from teimgr.wire.routing.router import Router
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from teimgr.engine.batching.batch import Encoded
-from teimgr.engine.batching.fair_share import FairLane, TenantTurns
-from teimgr.engine.batching.length_buckets import BatchDraft, QueueEntry
+from teimgr.engine.batching.fair_share import BatchDraft, FairLane, QueueEntry, TenantTurns
 from teimgr.engine.job import InferOptions, Job, Lane, Share
 
 LARGEST = 120

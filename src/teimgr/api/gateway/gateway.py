@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from teimgr.api.gateway.bodies import SMALL_BYTES, Bodies, ReadBody
+from teimgr.api.gateway.bodies import SMALL_BYTES, Bodies, ModelNames, ModelScans, ReadBody
 from teimgr.api.gateway.model_cards import (
     COHERE_CHECKS,
     INFINITY_HEALTH,
@@ -34,7 +34,6 @@ from teimgr.api.gateway.model_cards import (
     vllm_version,
     weaviate_meta,
 )
-from teimgr.api.gateway.model_names import ModelNames, ModelScans
 from teimgr.api.gateway.ollama import OllamaRoutes, known_name
 from teimgr.api.gateway.routes import (
     DIALECT_HEADER,

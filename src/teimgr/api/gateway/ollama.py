@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from teimgr import __version__
-from teimgr.api.gateway.model_names import ModelNames
+from teimgr.api.gateway.bodies import ModelNames
 from teimgr.api.gateway.routes import OLLAMA_RUNNING, OLLAMA_SHOW, OLLAMA_TAGS, OLLAMA_VERSION
 from teimgr.errors import InvalidInput, ModelNotFound, TooLarge
 from teimgr.http.auth.policy import Caller, caller_of

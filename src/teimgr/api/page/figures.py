@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from teimgr.api.rest.probes import Scraper, WorkerStats
 from teimgr.control.background import in_background
-from teimgr.control.placement.gpus import InventorySource
+from teimgr.control.placement.hosts import InventorySource
 from teimgr.observability.catalogue import DURATION_BOUNDS
 from teimgr.spec import InstanceView, State
 

@@ -32,7 +32,7 @@ from teimgr.api.rest.probes import Scraper, all_alarms, all_notices
 from teimgr.api.rest.schemas import instance_info
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.system_memory import host_memory
-from teimgr.control.placement.gpus import InventorySource
+from teimgr.control.placement.hosts import InventorySource
 from teimgr.control.placement.planner import usable_cores
 from teimgr.control.supervision.manager import Manager
 from teimgr.errors import Code, Forbidden, InstanceNotFound, TeimgrError, Unauthenticated

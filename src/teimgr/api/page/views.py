@@ -19,7 +19,7 @@ from teimgr.control.capacity.advisor import DEFAULT_WINDOW_S, Advisor
 from teimgr.control.capacity.autoscaler import Autoscaler
 from teimgr.control.events.fleet_events import EventLog, FleetEvent, known_to
 from teimgr.control.ledger.system_memory import host_memory
-from teimgr.control.placement.gpus import Gpu
+from teimgr.control.placement.hosts import Gpu
 from teimgr.control.supervision.manager import Manager
 from teimgr.http.auth.policy import ANONYMOUS, Caller, Right, caller_of
 from teimgr.http.docs_page import prose

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from teimgr.api.rest.schemas import ANY_FAILURE, Card, Failure, StrictQueryRoute, Text, answer, read_json
-from teimgr.control.placement.gpus import Gpu, InventorySource
+from teimgr.control.placement.hosts import Gpu, InventorySource
 from teimgr.errors import ObjectNotFound, Unsupported
 from teimgr.observability import catalogue
 from teimgr.observability.catalogue import Family

@@ -19,8 +19,7 @@ from teimgr.api.rest.instances import UNKNOWN
 from teimgr.api.rest.schemas import ANY_FAILURE, LogSlice
 from teimgr.errors import InstanceNotFound
 from teimgr.observability.log_files import Gap
-from teimgr.observability.log_filter import LogFilter
-from teimgr.observability.log_source import FleetLogs, OpenLog
+from teimgr.observability.log_source import FleetLogs, LogFilter, OpenLog
 from teimgr.observability.logs import DAEMON, pretty
 from teimgr.spec import check_name
 

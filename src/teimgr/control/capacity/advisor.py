@@ -13,12 +13,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from teimgr.control.background import regularly
+from teimgr.control.background import KeptFile, regularly
 from teimgr.control.capacity.history import HOUR_S, INTERVAL_S, History, Memory, Stats, by_instance, unseen
 from teimgr.control.capacity.recommendations import Card, Expectation, Observation, Recommendation, recommend, verdict
-from teimgr.control.delayed_json import KeptFile
 from teimgr.control.ledger.admission import Admission
-from teimgr.control.placement.gpus import Inventory, InventorySource
+from teimgr.control.placement.hosts import Inventory, InventorySource
 from teimgr.errors import InstanceNotFound, ObjectNotFound, TeimgrError
 from teimgr.spec import Incident, InstanceSpec, InstanceView, known, now_rfc3339
 

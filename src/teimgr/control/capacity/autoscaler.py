@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from teimgr.control.background import regularly
+from teimgr.control.background import KeptFile, regularly
 from teimgr.control.capacity.history import Counters, Refusals, Stats, by_instance
 from teimgr.control.capacity.policy import MIN_SAMPLES, Decision, Reading, Seen, Terms, adds, decide
-from teimgr.control.delayed_json import KeptFile
 from teimgr.control.ledger.footprints import engine_version
 from teimgr.control.placement.planner import usable_cores
 from teimgr.errors import TeimgrError

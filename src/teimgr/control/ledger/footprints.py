@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from teimgr import __version__
-from teimgr.control.delayed_json import DelayedJson
+from teimgr.control.background import DelayedJson
 from teimgr.control.ledger.ledger import Footprint
 from teimgr.errors import TeimgrError
 from teimgr.models import hub
-from teimgr.models.gguf_head import HEADS
+from teimgr.models.gguf_head import HEADS, WeightSizes, weight_sizes
 from teimgr.models.reading import read_layout
-from teimgr.models.weight_sizes import WeightSizes, weight_sizes
 from teimgr.spec import CPU_BATCH_TOKENS, CPU_TEMPORARY_BYTES, GRAPH_TOKENS, Kind
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from typing import Any
 
 from teimgr.control.ledger.admission import reserve
 from teimgr.control.ledger.ledger import Ledger, Place, Reservation
-from teimgr.control.placement.decision import FootprintOf, decide, others_in, replica_count
-from teimgr.control.placement.gpus import Inventory
+from teimgr.control.placement.hosts import Inventory
+from teimgr.control.placement.planner import FootprintOf, decide, others_in, replica_count
 from teimgr.control.residence.events import Unload, eviction_reason, terms_of
-from teimgr.control.residence.rehearsal import Rehearsal, Relief
+from teimgr.control.residence.policy import Rehearsal, Relief
 from teimgr.errors import TeimgrError
 from teimgr.spec import InstanceSpec
 

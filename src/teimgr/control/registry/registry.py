@@ -16,9 +16,8 @@ from teimgr.config.instance_limits import check_allowed
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher
 from teimgr.control.ledger.admission import Admission
-from teimgr.control.placement.decision import device_kind, place
-from teimgr.control.placement.gpus import Gpu, GpuInventory
-from teimgr.control.placement.planner import usable_cores, worker_spec
+from teimgr.control.placement.hosts import Gpu, GpuInventory
+from teimgr.control.placement.planner import device_kind, place, usable_cores, worker_spec
 from teimgr.control.registry import cache as disk
 from teimgr.control.registry.cache import HubCache, Snapshot
 from teimgr.control.registry.download import Download

@@ -46,8 +46,7 @@ from teimgr.control.residence.events import (
     terms_of,
 )
 from teimgr.control.residence.model import Fleet, Phase, idle_until, time_left_s
-from teimgr.control.residence.policy import decide
-from teimgr.control.residence.rehearsal import Rehearsal, waits
+from teimgr.control.residence.policy import Rehearsal, decide, waits
 from teimgr.control.sharing.places import REFUSED_S
 from teimgr.errors import (
     Code,

@@ -22,12 +22,10 @@ from teimgr.control.events.fleet_events import EventLog
 from teimgr.control.launch.launcher import Launcher, WorkerHandle
 from teimgr.control.launch.strays import Sweep
 from teimgr.control.ledger.admission import Admission
-from teimgr.control.placement.decision import place
 from teimgr.control.placement.dry_run import RUNS, WAITS, FleetPlan, PlannedWorker
-from teimgr.control.placement.gpus import InventorySource
-from teimgr.control.placement.hosts import LeavingHosts
-from teimgr.control.placement.planner import Planner, usable_cores, with_batch_tokens, worker_spec
-from teimgr.control.residence.rehearsal import Rehearsal
+from teimgr.control.placement.hosts import InventorySource, LeavingHosts
+from teimgr.control.placement.planner import Planner, place, usable_cores, with_batch_tokens, worker_spec
+from teimgr.control.residence.policy import Rehearsal
 from teimgr.control.sharing.places import Grant, Made, Tries, grant, left_for_calls
 from teimgr.control.supervision.crash_reports import Crash, CrashReports
 from teimgr.control.supervision.fleet_plan import HostDepartures, Planning, Rebalancer

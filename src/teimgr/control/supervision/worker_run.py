@@ -11,10 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from teimgr.control.launch.control_link import ControlLink, WorkerStatus
+from teimgr.control.launch.control_link import ControlLink, WorkerStatus, open_control_link
 from teimgr.control.launch.launcher import Adopted, Launcher, WorkerHandle
 from teimgr.control.launch.process_handle import Exit, ExitReport, LaunchFailed, WorkMeter
-from teimgr.control.launch.remote_control import open_control_link
 from teimgr.control.supervision.lifecycle import (
     Exited,
     FailureCause,

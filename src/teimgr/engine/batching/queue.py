@@ -26,8 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from teimgr.engine.batching.fair_share import FairLane
-from teimgr.engine.batching.length_buckets import BatchDraft, LengthBuckets, QueueEntry, halves
+from teimgr.engine.batching.fair_share import BatchDraft, FairLane, LengthBuckets, QueueEntry, halves
 from teimgr.engine.job import Lane, Share
 
 __all__ = ["BatchDraft", "EntryQueue", "LengthBuckets", "QueueEntry", "halves"]

@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 
 from teimgr.control.ledger.ledger import Footprint, Ledger, Place
-from teimgr.control.placement.gpus import Gpu, Inventory
-from teimgr.control.placement.hosts import Host
-from teimgr.control.placement.moves import Placed, Rebalancing, rebalance
+from teimgr.control.placement.hosts import Gpu, Host, Inventory
+from teimgr.control.supervision.fleet_plan import Placed, Rebalancing, rebalance
 from teimgr.spec import InstanceSpec
 
 GIB = 2**30
