@@ -259,6 +259,8 @@ class Mux:
         if not draining.done():
             await self._server.stop(None)
         await draining
+        if self._leases is not None:
+            self._leases.report()
         await self._control.close()
         await self._router.close()
         await asyncio.to_thread(self._telemetry.close)

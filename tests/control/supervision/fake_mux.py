@@ -1,9 +1,9 @@
-"""A mux that fails in the way that its first argument names; the last one is the path of its config.
+"""A mux that fails in the way that its first argument names; the second one is the path of its config.
 
 crash: ends at once with status 7 · absent: never listens · mute: listens and never answers · garbage: answers with what
 is no JSON · list: answers with JSON that is no object · flood: answers with a line that does not end · hangup: takes
 the connection and closes it · reset: closes it after each answer · good: answers · busy: answers, and does not end at
-SIGTERM
+SIGTERM · leaves: says after its first answer that it stops, and reports use to the next connection that has terms
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ANSWERS = {
     "reset": b'{"in_flight": 0}\n',
     "good": b'{"in_flight": 0}\n',
     "busy": b'{"in_flight": 1}\n',
+    "leaves": b'{"in_flight": 1}\n{"stopping": 30}\n',
     "large": b'{"in_flight": 0, "calls": [%s]}\n' % (b" " * (8 << 20)),
 }
 
@@ -36,8 +37,20 @@ def main(how: str, config: str) -> int:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
+        serve(how, server)
+        if how == "leaves":
+            report_use(server)
+            return 0
         while True:
             serve(how, server)
+
+
+def report_use(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection, connection.makefile("rb") as lines:
+        while b'"terms"' not in lines.readline():
+            pass
+        connection.sendall(b'{"used": [[1, "a", "model-a", [7, 1, 1, 0, 0]]]}\n')
 
 
 def serve(how: str, server: socket.socket) -> None:
@@ -55,4 +68,4 @@ def serve(how: str, server: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[-1]))
+    sys.exit(main(*sys.argv[1:3]))

@@ -20,6 +20,7 @@ from tests.support.mux_process import client, embed, running, stub
 from tests.support.polling import eventually
 
 from teimgr.config.settings import Settings
+from teimgr.control.launch.control_link import MuxLink, MuxLost
 from teimgr.control.launch.mux_launcher import LocalMux, LocalMuxLauncher, MuxLauncher, MuxRunFile, mux_config
 from teimgr.control.launch.process_handle import Exit, LaunchFailed, ProcessHandle, look_up
 from teimgr.control.supervision import muxes as module
@@ -492,6 +493,80 @@ async def test_one_whose_successor_does_not_start_serves_on_with_an_alarm(settin
         (settings.run_dir / "mux-0.config").rmdir()
     await muxes.stop(0)
     assert pids(other) == []
+
+
+async def test_one_whose_successor_fails_can_be_connected_to_again(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its control socket was removed for the successor: a broken link, or the next daemon, ended it with a gap."""
+    (first,) = await fed(settings, stop=False)
+
+    async def give(supervisor: MuxSupervisor, process: Any) -> None:
+        raise MuxLost("as if it did not listen")
+
+    monkeypatch.setattr(MuxSupervisor, "_give_routes", give)
+    other = replace(settings, grpc_request_timeout_secs=settings.grpc_request_timeout_secs + 1)
+    muxes = Muxes(other, Directory(), DaemonMetrics())
+    async with asyncio.timeout(LIMIT_S), muxes.running():
+        await muxes.replaced()
+        await eventually(lambda: any("its successor does not start" in each for each in muxes.alarms()))
+        link = await MuxLink.open(str(settings.run_dir / "mux-0.sock"), LIMIT_S)
+        assert (await link.ask("stats"))["pid"] == first
+        link.close()
+    await muxes.stop(0)
+
+
+async def test_an_older_mux_that_refuses_the_rules_serves_until_its_successor_does(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed at once, and calls were refused until another one had started."""
+    launcher = LocalMuxLauncher(
+        0, mux_config(0, settings), settings.log_dir, 1 << 20, 1, (sys.executable, FAKE, "hangup")
+    )
+    old, given = await launcher.launch(), list[bool]()
+    kept = Kept(replace(settings, grpc_request_timeout_secs=settings.grpc_request_timeout_secs + 1), "good")
+    give_routes = MuxSupervisor._give_routes
+
+    async def give(supervisor: MuxSupervisor, process: Any) -> None:
+        await give_routes(supervisor, process)
+        given.append(look_up(old.pid) is not None)
+
+    monkeypatch.setattr(MuxSupervisor, "_give_routes", give)
+    assert await kept.supervisor.adopt()
+    async with kept.running():
+        await old.wait()
+        await kept.supervisor.heard.acquire()
+        await eventually(lambda: kept.supervisor.state == "serving")
+    assert given == [True]  # the old one was there
+
+
+class Counting:
+    """A registry of one tenant that notes the use which muxes report."""
+
+    is_on = True
+
+    def __init__(self) -> None:
+        self.counted: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+
+    def terms(self) -> list[list[int]]:
+        return [[1, 1, 0, 0, 0]]
+
+    def count(self, *what: Any) -> None:
+        self.counted.put_nowait(what)
+
+
+async def test_the_last_calls_of_a_mux_of_another_host_are_counted(settings: Settings) -> None:
+    """Its link ended when it began to stop: what its last calls used was lost, and their quotas were refused."""
+    tenants = Counting()
+    launcher = OnHost(settings, 0, "leaves")
+    crashes = CrashReports(settings.log_dir / "crashes")
+    supervisor = MuxSupervisor(launcher, Directory(), DaemonMetrics(), crashes, tenants=cast(Any, tenants))
+    task = asyncio.create_task(supervisor.run())
+    async with asyncio.timeout(LIMIT_S):
+        assert await tenants.counted.get() == (1, "a", "model-a", [7, 1, 1, 0, 0])
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await supervisor.stop(0)
 
 
 async def test_a_daemon_that_ends_while_it_starts_a_successor_leaves_the_mux(

@@ -297,9 +297,9 @@ class MuxLink:
             raise MuxLost(f"its answer cannot be read: {error}") from error
         if message is None:
             raise MuxDisconnected("it closed its control connection")
+        self._reading = asyncio.ensure_future(read_line(self._reader))
         if "stopping" in message:
             raise MuxStopping(float(message["stopping"]))
-        self._reading = asyncio.ensure_future(read_line(self._reader))
         if not _UNASKED.isdisjoint(message):
             self._on_request(message)
             return None

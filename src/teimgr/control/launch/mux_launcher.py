@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -92,7 +93,7 @@ class MuxLauncher(Protocol):
         """
 
     def record(self, mux: MuxHandle) -> None:
-        """Have the next daemon find this one, and replace it."""
+        """Keep this one after its successor failed: its control link, and the next daemon finds and replaces it."""
 
     def clean_up(self) -> None:
         """Remove what a stopped mux has left."""
@@ -124,8 +125,13 @@ class MuxPaths:
     def socket(self) -> Path:
         return self.folder / f"{self.name}.sock"
 
+    @property
+    def former_socket(self) -> Path:
+        """The control socket of a mux whose successor was started beside it, by which it is kept if that one fails."""
+        return self.folder / f"{self.name}.former.sock"
+
     def remove(self) -> None:
-        for path in (self.run_file, self.socket, self.config):
+        for path in (self.run_file, self.socket, self.former_socket, self.config):
             path.unlink(missing_ok=True)
 
 
@@ -201,6 +207,8 @@ class LocalMuxLauncher:
         return spawn_mux(self._paths, self.config, known_by, self.log_path, *self._rotation, self._command, more)
 
     def record(self, mux: MuxHandle) -> None:
+        with suppress(FileNotFoundError):
+            self._paths.former_socket.replace(self._paths.socket)
         if (run_file := MuxRunFile.of(mux.pid, config_hash="")) is not None:
             run_file.write(self._paths.run_file)
 
@@ -222,7 +230,11 @@ def spawn_mux(
 
     Raises OSError.
     """
-    paths.socket.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        if BESIDE in more:
+            paths.socket.rename(paths.former_socket)
+        else:
+            paths.socket.unlink()
     write_atomically(paths.config, config.to_json().encode())
     output = open_log(log_path, log_max_bytes, log_keep)
     log_start, started_at = os.fstat(output).st_size, time.time()

@@ -61,6 +61,8 @@ _RUN_FILE = re.compile(r"mux-(\d+)\.run")
 _FORCED_S = 1.0
 _RECONNECT_PAUSE_S = 0.1
 _ADOPTION_PAUSE_S = 2.0
+_DRAIN_S = 10.0  # of a mux that got SIGTERM, as mux/process.py has it
+_LAST_LINES_S = 1.0  # for what a mux has reported before it ended
 
 
 MUX_POLICY = RestartPolicy(
@@ -118,6 +120,7 @@ class MuxSupervisor(LifecycleTask):
         self._forced: set[asyncio.Task[Exit | None]] = set()
         self._replacing: asyncio.Task[None] | None = None
         self._prepared: MuxHandle | None = None  # serves already, together with the process that it will replace
+        self._is_refused = False  # the adopted mux does not take the routes or rules of this version
         self._stale: str | None = None  # why a mux of another version or configuration was not replaced
         self._routes: int | None = None  # version of the oldest routes that the process may use; None: it has none yet
         self._routes_changed = asyncio.Event()
@@ -303,7 +306,7 @@ class MuxSupervisor(LifecycleTask):
 
         Until then both accept connections, or they wait in the backlog of the new one.
         """
-        while not self._is_fed:  # over the control socket, whose path the new one takes
+        while not (self._is_fed or self._is_refused):  # over the control socket, whose path the new one takes
             if self._process is not old:  # it has ended, and one of this version follows
                 return
             await self._routes_changed.wait()
@@ -362,10 +365,20 @@ class MuxSupervisor(LifecycleTask):
             self._grace_s = error.grace_s
             post(WorkerDraining())
         except MuxLost as error:
-            post(WorkerFailed(FailureCause(str(error))))
+            has_successor = not process.is_current and await self._has_successor()
+            post(WorkerDraining() if has_successor else WorkerFailed(FailureCause(str(error))))
         except Exception as error:  # a defect
             log.exception("supervision of a mux failed", extra={"mux": self.name})
             post(WorkerFailed(FailureCause(repr(error))))
+
+    async def _has_successor(self) -> bool:
+        """Return whether another mux serves in place of an adopted one that cannot be fed, as it is older."""
+        if self._replacing is None:
+            return False
+        self._is_refused, self._grace_s = True, _DRAIN_S
+        self._set_routes(self._routes)  # wakes the replacement
+        await asyncio.wait({self._replacing})
+        return self._prepared is not None
 
     async def _keep_link(self, process: MuxHandle) -> None:
         """Keep a control link to the mux: if a link breaks that has worked, the mux may be alive, so it connects again.
@@ -467,12 +480,40 @@ class MuxSupervisor(LifecycleTask):
             answer.cancel()
 
     async def _end(self, process: MuxHandle, grace_s: float, *, sigterm: bool = True) -> Exit | None:
-        """Return how it ended; None if it did not."""
+        """Return how it ended; None if it did not. Its last calls are charged and counted."""
+        leasing: set[asyncio.Task[None]] = set()
+        if self._tenants is not None and grace_s > 0:
+            leasing.add(asyncio.create_task(self._lease_on(process, self._tenants)))
         try:
             return await process.stop(grace_s, sigterm=sigterm)
         except LaunchFailed as error:
             log.error("mux cannot be ended", extra={"mux": self.name, "reason": str(error)})
             return None
+        finally:
+            if leasing:
+                await asyncio.wait(leasing, timeout=_LAST_LINES_S)
+            for task in leasing:
+                task.cancel()
+
+    async def _lease_on(self, process: MuxHandle, tenants: TenantRegistry) -> None:
+        """Charge and count the calls that a mux of another host still finishes, until its link ends."""
+        try:
+            link = await process.connect(self._timeouts.connect_limit_s)
+        except MuxLost:
+            return
+        leases = LeasesForMux(link, tenants)
+        link.requests_go_to(leases.take)
+        try:
+            link.send(terms=json.dumps(tenants.terms()))
+            while True:
+                with suppress(MuxStopping):
+                    await link.ask("ack")  # else the mux takes the daemon for gone
+                    await link.wait(asyncio.Event(), self._timeouts.interval_s)
+        except MuxLost as error:
+            log.debug("link of an ending mux closed", extra={"mux": self.name, "reason": str(error)})
+        finally:
+            leases.close()
+            link.close()
 
 
 class MuxHosts(Protocol):
