@@ -59,7 +59,7 @@ from teimgr.observability.exposition import Page as MetricsPage
 from teimgr.observability.exposition import Sample
 from teimgr.observability.log_source import FleetLogs, LocalLogs
 from teimgr.observability.loop_watchdog import LoopWatchdog
-from teimgr.observability.memory import MemoryReturn, collect_garbage_rarely, raise_file_limit
+from teimgr.observability.memory import MemoryReturn, collect_garbage_rarely, map_large_buffers, raise_file_limit
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import ordered_by
 from teimgr.observability.telemetry import exporting, open_telemetry
@@ -318,6 +318,7 @@ class Daemon:
                     self.config_watch.running(),
                 ):
                     collect_garbage_rarely()
+                    map_large_buffers()
                     MemoryReturn()
                     renewing = asyncio.create_task(self._renew(), name="processes of another version")
                     log.info("daemon ready", extra={"version": __version__, **self._addresses()})

@@ -657,6 +657,20 @@ def test_a_rehearsal_says_what_then_happens_and_changes_nothing() -> None:
     assert rehearsal.relieve("c", 50 * MIB, 0, dict(room.held)) == Relief(again=False, waits_for=("a", "b"))
 
 
+def test_the_fleet_of_a_rehearsal_is_the_same_and_shares_nothing_that_changes() -> None:
+    room = Room(budget=100)
+    room.ask(1, "waits")
+    room.resident("a", for_s=0.0)
+    room.tell(*(Declared(f"rests-{number}", Terms()) for number in range(3)))
+    copied = Rehearsal(room.fleet, room.now)._fleet
+    assert copied == room.fleet
+    assert list(copied.models) == list(room.fleet.models)
+    for name, model in copied.models.items():
+        own = room.fleet.models[name]
+        assert (model is own, model.waiting is own.waiting, model.wishes is own.wishes) == (False, False, False)
+        assert copied.active.get(name, model) is model
+
+
 def test_too_many_calls_for_one_model_are_refused() -> None:
     room = Room()
     for call in range(MAX_WAITING + 1):

@@ -254,14 +254,15 @@ async def plan(request: Request, manager: ManagerDep) -> Response:
     """
     body = await read_json(request, PlanRequest) if has_body(request) else PlanRequest(instances=None, apply=False)
     settings = request.app.state.settings
-    wanted = None if body.instances is None else [each.spec(settings.templates) for each in body.instances]
+    given = body.instances
+    wanted = None if given is None else await LISTING.listed(each.spec(settings.templates) for each in given)
     counts = Counter(spec.name for spec in wanted or ())
     if repeated := next((name for name, count in counts.items() if count > 1), None):
         raise ValidationError(f"instances: '{repeated}' is there twice")
     if body.apply and wanted is None:
         raise ValidationError("apply: needs `instances`")
     made = await (manager.carry_out(wanted) if body.apply and wanted is not None else manager.plan(wanted))
-    return answer(made.to_dict())
+    return answer(await asyncio.to_thread(made.to_dict))
 
 
 class PlaceInfo(BaseModel):

@@ -27,11 +27,19 @@ from teimgr.control.placement.dry_run import (
     plan_fleet,
 )
 from teimgr.control.placement.hosts import Inventory
-from teimgr.control.placement.planner import FootprintOf, Others, Planner, decide, others_in, with_batch_tokens
+from teimgr.control.placement.planner import (
+    FootprintOf,
+    Others,
+    Planner,
+    decide,
+    others_in,
+    replica_count,
+    with_batch_tokens,
+)
 from teimgr.control.residence.policy import Rehearsal
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.control.supervision.supervisor import Supervisor
-from teimgr.errors import InstanceNotFound, TeimgrError
+from teimgr.errors import InstanceNotFound, TeimgrError, ValidationError
 from teimgr.spec import Incident, InstanceSpec, State
 
 PLANNED, MOVED, FAILED = "planned", "moved", "failed"
@@ -172,6 +180,8 @@ class _Fleet:
 
 MAX_INSTANCES = 1000
 """Instances of one plan. The heads of their files are read, so more would take long."""
+MAX_WORKERS = 2000
+"""Workers of one plan that are to be placed: each is placed beside all others, which takes seconds for these."""
 _LOOKS_AT_A_TIME = 4
 _MOVE_PAUSE_S = 3.0  # before another attempt to move workers that no other host took
 _RUNS = (State.STARTING, State.RUNNING)
@@ -221,8 +231,12 @@ class Planning:
 
         Raises:
             InvalidGpuId: a `gpu_id` is not one of the cards.
+            ValidationError: they have too many workers.
         """
         inventory = await self._planner.refresh()
+        count = sum(replica_count(spec, inventory) for spec in wanted if spec.load != "on_demand")
+        if count > MAX_WORKERS:
+            raise ValidationError(f"instances: {count} workers are more than the {MAX_WORKERS} of a plan")
         specs = [with_batch_tokens(spec, inventory, self._tokens_per_gib()) for spec in wanted]
         await self._look_at(specs)
         memory = self._planner.memory
@@ -235,7 +249,7 @@ class Planning:
             running={spec.name: memory.ledger.held_by(spec.name) for spec in specs if self._runs(spec.name)},
             rehearsal=rehearsal,
         )
-        return plan_fleet(specs, now)
+        return await asyncio.to_thread(plan_fleet, specs, now)
 
     def to_start(self) -> list[InstanceSpec]:
         """The instances that should run, in order of creation."""
