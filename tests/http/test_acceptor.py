@@ -183,11 +183,12 @@ async def test_a_few_are_accepted_in_each_turn() -> None:
     assert 0 < most <= acceptor._STARTS_PER_TURN
 
 
-async def test_a_client_does_not_wait_for_all_connections_that_another_has_opened_before() -> None:
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
+async def test_a_client_does_not_wait_for_all_connections_that_another_has_opened_before(source: str) -> None:
     gate = ConnectionGate()
     async with accepting(gate) as address, asyncio.timeout(30):
         silent = Silent(address, 1500)  # no turn of the loop meanwhile: they are in the backlog
-        other = socket.create_connection(address, source_address=("127.0.0.2", 0))
+        other = socket.create_connection(address, source_address=(source, 0))
         other.sendall(b"hi\n")
         other.setblocking(False)
 

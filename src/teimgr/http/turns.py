@@ -44,10 +44,10 @@ class Rotation(Generic[ItemT]):
         """Return how many items of `caller` wait."""
         return len(self._queues.get(caller, ()))
 
-    def pop(self) -> ItemT:
-        """Remove and return the next item; raises KeyError if empty."""
+    def pop(self, *, newest: bool = False) -> ItemT:
+        """Remove and return the next item: the oldest, or the newest, of the next caller; raises KeyError if empty."""
         caller, queue = self._queues.popitem(last=False)
-        item = queue.popleft()
+        item = queue.pop() if newest else queue.popleft()
         if queue:
             self._queues[caller] = queue  # behind the others
         self._count -= 1
