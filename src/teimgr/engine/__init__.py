@@ -6,34 +6,34 @@ job                      a call's inputs, options and results
 intake, charging         first thread: jobs are tokenized, and charged to their keys
 text/                    prompts, templates, truncation, the tokenizers library, WordPiece in C
 batching/                the queue by lane, tenant and length, and the packed batch
-runner,                  second thread: batches are started on the device; queries between steps of bulk; CPU threads
-core_load                by the load of the host's workers
-model, backbone          the forward of a packed row: on CPUs one call of the C library is tried first, else the model's
-                         own code runs, on CPUs with linear layers prepacked for oneDNN
+runner,                  second thread: starts batches on the device, and queries between steps of bulk work; CPU
+core_load                threads by the load of the host's workers
+model, backbone          the forward of a packed row: on CPUs by one call of the C library if possible, else by the
+                         model's own code, on CPUs with linear layers prepacked for oneDNN
 attention, rotary        attention within the texts of a packed row; biases and positions that depend on a text's length
 heads/, token_pooling    results from hidden states
 finisher, host_copies    third thread: results are copied to the host, written into jobs and delivered
 known_results            results that are kept, or computed once for equal inputs
-images/, sounds/         files decoded and prepared, ahead of their batch
+images/, sounds/         decoding and preparing files ahead of their batch
 
 A load:
 loading, model_choice    load a model from `EngineOptions`
 library_model,           models of transformers; first modules of a model's own code; routes by role; own copies of code
 own_reader,              that transformers does not have
 own_models/
-weights/                 adapters, GGUF, ONNX, files of a model's own, copies on the host
-fidelity/                the choice of dtype and batching: candidates, their speed, their results beside a reference
-space                    the fingerprint of what decides what a vector means
+weights/                 adapters, GGUF, ONNX, own formats of models, copies on the host
+fidelity/                the choice of dtype and batching: candidates, their speed, comparison with a reference
+space                    the fingerprint of everything that determines a model's vectors
 kept_files               files that one load keeps for the next
-rehearsal                what a first load does once for all later ones, done ahead in the fork server
-library_comparison,      a loaded model beside sentence-transformers or transformers
+rehearsal                work of a process's first load, done in advance in the fork server
+library_comparison,      comparison of a loaded model with sentence-transformers or transformers
 library_reference
 
 Devices:
 native/,                 the C library, and its loading
 native_library
-attention_kernel,        attention by it alone; a model's own forward recorded and lowered to a list of its steps
+attention_kernel,        only attention by it; a model's forward recorded and lowered to a list of its steps
 native_forward/
-gpu, gpu_choice,         what is otherwise on a GPU: dtypes and layouts, kernels and graphs
+gpu, gpu_choice,         differences on a GPU: dtypes and layouts, kernels and graphs
 gpu_kernels/
 """

@@ -29,13 +29,13 @@ PACKED = "teimgr_packed"
 
 
 class CannotPackError(Exception):
-    """The model's attention needs something that packed attention does not implement."""
+    """The model's attention uses something that packed attention does not implement."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """The keys of a row where some tokens are masked: `positions` int64 [S] in the row, and their borders per text,
-    `cu_seqlens` int32 [N + 1], both on the device; `longest` is the maximum per text.
+    """The keys of a row with masked tokens: `positions` int64 [S] in the row, and their borders per text, `cu_seqlens`
+    int32 [N + 1], both on the device; `longest` is the maximum per text.
     """
 
     positions: Tensor
@@ -55,9 +55,9 @@ class VisibleKeys:
 class Packing:
     """The borders of the texts of a packed row, and which of their tokens are keys.
 
-    `cu_seqlens` (int32 [N + 1] on the device) is set where the device has a kernel for texts of unequal length; else
-    attention goes run by run. `keys` has for every run the number of leading tokens that are keys, int32 [texts], or
-    None if all are; `text_keys` has it for every text, int32 [N]. `visible` is for the kernel of a GPU.
+    `cu_seqlens` (int32 [N + 1] on the device) is set if the device has a kernel for texts of unequal length; otherwise
+    attention is computed run by run. `keys` has, for every run, the number of leading tokens that are keys, int32
+    [texts], or None if all are; `text_keys` has it for every text, int32 [N]. `visible` is for the kernel of a GPU.
     """
 
     runs: tuple[Run, ...]
@@ -138,14 +138,14 @@ def packed_attention(
     if packing.cu_seqlens is not None:
         if alibi_slopes is not None and gpu.is_gpu(query.device):
             raise CannotPackError("torch's flash attention is built without ALiBi")
-        # A GPU's kernel aligns queries and keys at their ends: with keys left out, a window or causality would shift.
+        # A GPU's kernel aligns queries and keys at their ends: with masked keys, a window or causality would shift.
         shifted = packing.visible is not None and (causal or reach is not None)
         attend = _by_native_kernel if not gpu.is_gpu(query.device) else _by_run if shifted else _by_varlen_kernel
     return attend(*rows, packing, _Scores(scaling, causal, reach, alibi_slopes)).unsqueeze(0), None
 
 
 class _Scores(NamedTuple):
-    """How products become scores, and which keys have one: `reach` is a window, `slopes` are ALiBi's."""
+    """How products become scores: `reach` is the window, `slopes` are ALiBi's."""
 
     scale: float | None
     causal: bool
@@ -167,9 +167,9 @@ def causality_of(module: torch.nn.Module, is_causal: bool | None) -> bool:
 
 
 WINDOW_KEYS = ("sliding_window", "local_attention")
-"""The width of a window of attention in config.json."""
+"""Keys of config.json with the width of an attention window."""
 WIDEST_PROBED_WINDOW = 1024
-"""Tokens. The fidelity gate has no text that is longer than a wider window: it would cost seconds of every load."""
+"""The widest window, in tokens, that the fidelity gate tests: a longer text would add seconds to every load."""
 
 
 def unproved_window(module: torch.nn.Module, longest: float) -> int | None:
@@ -250,10 +250,10 @@ def _of_run(rows: Tensor, run: Run) -> Tensor:
 AttentionInterface.register(PACKED, packed_attention)
 
 
-# ALiBi to both sides: scores fall by a slope of their head with the distance of the two tokens (Press et al., "Train
-# Short, Test Long", 2022, as encoders use it: score − slope · |i − j|).
+# ALiBi in both directions, as in encoders: score − slope · |i − j|, with a slope per head (Press et al., "Train Short,
+# Test Long", 2022).
 _CHUNK_SCORES = 16_000_000
-"""Scores whose biases are in memory at a time: 64 MB."""
+"""Scores computed at a time, whose biases take 64 MB."""
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Attention of packed rows on CPUs by the C library of `native/`, as many of torch's OpenMP threads as it has set."""
+"""Attention of packed rows on CPUs by the C library of `native/`, on torch's OpenMP threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from teimgr.engine.native_library import LEVELS, MAX_HEAD_SIZE, NO_MEMORY, Nativ
 
 DTYPES = (torch.float32, torch.bfloat16)
 _ERRORS = {1: NO_MEMORY, 4: "a size, stride or border that is outside of what it is of"}
-# With fewer pairs of a query and a key, times the width of all heads, waking a second thread costs more than it saves.
+# One thread computes fewer products (queries × keys × width): waking a second one would cost more than it saves.
 _SERIAL_PRODUCTS = 2_000_000
 
 

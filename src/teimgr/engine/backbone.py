@@ -1,9 +1,9 @@
 """Backbones: hidden states from token ids, by a transformer run without padding or by a static table.
 
 On the CPU the forward is one call of the C library (`forward_kernel`) if the fidelity gate allows it. Otherwise the
-linear layers are prepacked for oneDNN if this machine's torch supports it: with the few tokens of a query a plain
-linear takes twice as long. The two operators are private to torch (its compiler emits them), so they are tested before
-use, with `F.linear` as the fallback.
+linear layers are prepacked for oneDNN if this machine's torch supports it: for the few tokens of a query a plain linear
+takes twice as long. The two operators are private to torch (its compiler emits them), so they are tested before use,
+with `F.linear` as the fallback.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from teimgr.models.layout import Layout
 
 log = logging.getLogger(__name__)
 
-# Attribute names of a linear layer directly followed by its activation, in various architectures.
+# Attribute names of a linear layer and the activation that follows it, by architecture.
 _FUSABLE = (("dense", "intermediate_act_fn"), ("lin1", "activation"))
 _TYPICAL_TOKENS = 256
 
@@ -48,7 +48,7 @@ class Batching(Enum):
 
     NATIVE: one row, one call of our C library for the whole forward. VARLEN: one row, one call of an attention kernel
     per layer. BY_RUN: one row, attention per run of equal lengths. EQUAL_LENGTH: one forward per run of equal lengths,
-    through the library's own attention, right for every architecture.
+    with the library's own attention, correct for every architecture.
     """
 
     NATIVE = "native"
@@ -58,10 +58,9 @@ class Batching(Enum):
 
 
 class Transformer:
-    """A loaded transformer on a device; `dtype` and `batching` change only at load. No text has more than `longest`
-    tokens.
+    """A loaded transformer on a device; `dtype` and `batching` change only at load. Texts have up to `longest` tokens.
 
-    `module` computes hidden states. Where it is part of a model with a head, `owner` is that model, so that both change
+    `module` computes hidden states. If it is part of a model with a head, `owner` is that model, so that both change
     dtype together.
     """
 
@@ -75,7 +74,7 @@ class Transformer:
         self._own_attention = module.config._attn_implementation
         self._options = {"use_cache": False} if "use_cache" in parameters else {}
         self._takes_type_ids = "token_type_ids" in parameters
-        self._takes_lengths = "lengths" in parameters  # XLM and Flaubert: without a mask, padding tokens end a text
+        self._takes_lengths = "lengths" in parameters  # XLM and Flaubert end a text at padding tokens without a mask
         self.config: Any = module.config
         self.device = device
         self.dtype = torch.float32
@@ -83,7 +82,7 @@ class Transformer:
         self._kernel: ForwardKernel | None = None
         self._graphs: ForwardGraphs | None = None
         rotary = own_rotary(module)
-        self._trained = None if rotary is None else rotary.trained  # longer texts have positions by their length
+        self._trained = None if rotary is None else rotary.trained  # positions of longer texts depend on their length
         self._alone = _why_alone(module, longest)
         self._task = task_of(module)
 
@@ -119,7 +118,7 @@ class Transformer:
             raise CannotLowerError(self._alone)
         kernel, program = forward_kernel(self._module, self._options, dtype, self._trained)
         _drop_linears(self._module, program.linears)
-        # Of what torch still computes: rounding it saves no time where the layers are not multiplied in 16 bits.
+        # The dtype of what torch still computes: rounding saves no time if layers are not multiplied in 16 bits.
         self.dtype = kernel.multiplies if dtype is torch.bfloat16 else torch.float32
         if self._owner is not self._module:
             convert(self._owner, self.dtype, self.device)
@@ -156,7 +155,7 @@ class Transformer:
     def close(self, timeout_s: float) -> None:
         """End the thread that makes graphs; if it hangs in the device it is left behind after `timeout_s`."""
         if self._graphs is not None and not self._graphs.close(timeout_s):
-            log.warning("the capture of a graph does not end")
+            log.warning("the capture of a graph did not end in time")
 
     def convert(self, dtype: torch.dtype) -> None:
         convert(self._owner, dtype, self.device)
@@ -250,7 +249,7 @@ class Transformer:
 
 
 class UnpackedTransformer(Transformer):
-    """A transformer that only runs as EQUAL_LENGTH; `why_unpacked` is the reason in its refusals of other batchings."""
+    """A transformer that only runs as EQUAL_LENGTH; `why_unpacked` is the reason for refusing other batchings."""
 
     why_unpacked: str
 
@@ -265,10 +264,10 @@ class UnpackedTransformer(Transformer):
 
 
 class WholeModel(UnpackedTransformer):
-    """A library model together with its head: its `hidden` states are logits.
+    """A library model with its head: `hidden` returns logits, [T, vocabulary] for tokens or [N, labels] for texts.
 
-    They are [T, vocabulary] if the head works on tokens, [N, labels] if it works on texts. This is the reference for a
-    head that is run separately, and the fallback if that is not possible: one forward per run of equal lengths.
+    This is the reference for a head that is run separately, and the fallback if that is not possible: one forward per
+    run of equal lengths.
     """
 
     why_unpacked = "the head of this model cannot be run on its own"
@@ -276,7 +275,7 @@ class WholeModel(UnpackedTransformer):
     def _forward(self, **inputs: Any) -> Tensor:
         ids = inputs["input_ids"]
         if self._module.config.is_encoder_decoder and len(ids) > 1:
-            # The library's heads of these models take batches of as many end tokens in each text; a pair has more.
+            # The library's heads of these models need equal numbers of end tokens in all texts; pairs have more.
             ends = (ids == self._module.config.eos_token_id).sum(dim=1)
             if not bool((ends == ends[0]).all()):
                 rows = [{name: value[at : at + 1] for name, value in inputs.items()} for at in range(len(ids))]
@@ -305,8 +304,8 @@ def _drop_linears(module: nn.Module, weights: frozenset[int]) -> None:
 class StaticTable:
     """A static embedding with the interface of `Transformer`: sentence-transformers' StaticEmbedding, or Model2Vec.
 
-    In a Model2Vec table with a reduced vocabulary `mapping` (int64 [ids]) gives an id's row; `weights` ([ids]) multiply
-    it. As in Model2Vec, int8 rows have no scale.
+    In a Model2Vec table with a reduced vocabulary, `mapping` (int64 [ids]) has the row of an id, and `weights` ([ids])
+    its factor. As in Model2Vec, int8 rows have no scale.
     """
 
     def __init__(self, table: Tensor, mapping: Tensor | None = None, weights: Tensor | None = None) -> None:
@@ -367,12 +366,12 @@ def load_table(layout: Layout, device: torch.device) -> StaticTable:
     table, is_whole = tensors.get("embedding.weight", tensors.get("embeddings")), "embedding.weight" in tensors
     if table is None or table.dim() != 2 or not (table.is_floating_point() or table.dtype is torch.int8):
         raise ModelLoadFailed(f"no table of vectors among {', '.join(sorted(tensors)) or 'no tensors'}")
-    # A table of sentence-transformers has a row for each id, whatever is beside it.
+    # A table of sentence-transformers has a row for each id, whatever other tensors are in the file.
     mapping, weights = (None, None) if is_whole else (tensors.get("mapping"), tensors.get("weights"))
     if mapping is not None and not 0 <= int(mapping.min()) <= int(mapping.max()) < len(table):
         raise ModelLoadFailed("the mapping of ids to rows points outside the table")
     if weights is not None and weights.shape != (len(table if mapping is None else mapping),):
-        raise ModelLoadFailed("there are not as many weights as ids")
+        raise ModelLoadFailed("the table has another number of weights than of ids")
     return StaticTable(
         table.to(device),
         None if mapping is None else mapping.long().to(device),
@@ -383,7 +382,7 @@ def load_table(layout: Layout, device: torch.device) -> StaticTable:
 class PackedLinear(nn.Module):
     """y = activation(x Wᵀ + b) with a prepacked W; `activation` is "none" or "gelu", `form` is "none" or "tanh".
 
-    `weight` has the dtype and shape, for model code that reads them, but no storage; `bias` is the layer's own.
+    For model code that reads them, `weight` has the dtype and shape, without storage; `bias` is the layer's own.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype, activation: str = "none", form: str = "none") -> None:
@@ -429,7 +428,7 @@ def convert(model: Any, dtype: torch.dtype, device: torch.device) -> None:
 def _embedding_table(model: Any) -> nn.Module | None:
     try:
         return model.get_input_embeddings()  # type: ignore[no-any-return]
-    except NotImplementedError:  # custom model code; its table is converted
+    except NotImplementedError:  # custom model code: its table is converted
         return None
 
 
@@ -445,7 +444,7 @@ def convert_linears(model: nn.Module, dtype: torch.dtype) -> int:
             if type(module) is nn.Linear:
                 module.to(dtype)
         return 0
-    made: dict[nn.Module, PackedLinear] = {}  # a layer may have two parents
+    made: dict[nn.Module, PackedLinear] = {}  # keyed by layer, which may have two parents
     fused = 0
     for parent in list(model.modules()):
         fused += _fuse(parent, dtype)

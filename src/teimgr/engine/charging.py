@@ -1,4 +1,4 @@
-"""Charges jobs to their accounts between tokenizer and queue, where their tokens are known and none is computed yet."""
+"""Charges jobs to their accounts between tokenizer and queue, when their tokens are known and not yet computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FailedRow = tuple[Job, int, TeimgrError]
 
 @dataclass(slots=True)
 class _Held:
-    """Rows of a job of which others are not yet tokenized."""
+    """Tokenized rows of a job that has rows to be tokenized."""
 
     rows_left: int
     entries: list[QueueEntry] = field(default_factory=list)
@@ -26,8 +26,8 @@ class _Held:
 class Charging:
     """Holds back the rows of a job with an account until the last one is tokenized, then charges all of them at once.
 
-    So a job is computed as a whole or not at all. Used by all threads that tokenize. Where another host decides,
-    `wake` is called once `take_decided` has the rows.
+    So a job is computed as a whole or not at all. Used by all threads that tokenize. If another host decides, `wake`
+    is called once `take_decided` has the rows.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -143,7 +143,7 @@ class Charging:
 
     def _decide(self, job: Job, refusal: TeimgrError | None) -> None:
         with self._lock:
-            if (held := self._asked.pop(job, None)) is None:  # the engine has been closed
+            if (held := self._asked.pop(job, None)) is None:  # the engine was closed
                 return
             if refusal is not None:
                 job.refuse(refusal)

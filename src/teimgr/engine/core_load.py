@@ -1,10 +1,10 @@
-"""CPU threads by load: what the workers of a host compute on, in a file that all of them map.
+"""Chooses CPU threads by the load of the host's workers, which all map one file with their loads.
 
-A worker alone with work takes all cores; one that starts to work beside it gets its part back within half a second,
-without a message: each worker writes its own load into its slot of the file, and reads those of the others.
+A worker uses all cores while the others are idle, and gives a part back within half a second after another begins to
+work. There are no messages: each worker writes its load into its slot of the file and reads the others'.
 
-Other processes are not in the file: `HelperWaits` sees how long small batches wait. A step ends with its slowest
-thread, and a thread on a core shared with another process may stand still for milliseconds, and a query with it.
+The file has no other processes: for these, `HelperWaits` records how long small batches wait. A step ends with its
+slowest thread, and a thread on a core shared with another process may pause for milliseconds.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from pathlib import Path
 
 import numpy as np
 
-_SLOTS = 1024  # workers of a host that share the file; further ones compute with their own threads alone
-# Fields of a slot, float64: threads of the running batch (0: none) and when it began; cores in use and when that was
-# written. Times are seconds of the monotonic clock, which all processes of a host have in common.
+_SLOTS = 1024  # workers of a host in the file; further ones use only their own threads
+# Fields of a slot, float64: threads of the running batch (0: none) and its start; cores in use and the time of that
+# figure. Times are seconds of the monotonic clock, which is the same for all processes of a host.
 _RUNNING, _SINCE, _LOAD, _WRITTEN = range(4)
 _FIELDS = 4
 _BYTES = _SLOTS * _FIELDS * 8
 
-_WINDOW_S = 0.2  # seconds that a load is averaged over, at least: a single query does not count as load
-_FRESH_S = 0.5  # a load that was written longer ago, in seconds, counts as 0: its worker is idle or gone
-_READ_EVERY_S = 0.02  # seconds between two reads of the other slots, which take a part of a small batch's time
-_BUSY_CORES = 0.1  # a worker with a smaller load, in cores, is not among those that the cores are divided by
+_WINDOW_S = 0.2  # minimum time over which a load is averaged: a single query does not count as load
+_FRESH_S = 0.5  # an older load counts as 0: its worker is idle or gone
+_READ_EVERY_S = 0.02  # between reads of the other slots, which take part of a small batch's time
+_BUSY_CORES = 0.1  # workers with a smaller load get no share of the cores
 
-_HELD_UP_S = 0.001  # a batch that waited for longer was held up
+_HELD_UP_S = 0.001  # a batch that waited longer was held up
 _LATEST, _MAX_HELD_UP = 8, 2  # window of batches; slow if more than `_MAX_HELD_UP` of them waited
 _ALONE_S = 1.0
 
 
 class CoreLoad:
-    """The slot of this worker in the file at `path`, which is made where it is missing.
+    """The slot of this worker in the file at `path`, which is created if it is missing.
 
-    Used by the engine's threads. Where all slots are taken, the worker computes with its share of the cores alone.
+    Used by the engine's threads. If all slots are taken, the worker uses only its share of the cores.
 
     Raises:
-        OSError: the file cannot be made or mapped.
+        OSError: the file cannot be created or mapped.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(self._file, 0, _BYTES)  # on a full disk an error here, and no SIGBUS at the first write
+            os.posix_fallocate(self._file, 0, _BYTES)  # fails here if the disk is full: no SIGBUS later
             self._memory = mmap.mmap(self._file, _BYTES)
         except BaseException:
             os.close(self._file)
@@ -62,7 +62,7 @@ class CoreLoad:
             self._table[self._slot] = 0.0
         self._read_at = 0.0
         self._lock = threading.Lock()
-        self._computing: dict[int, tuple[float, int]] = {}  # by thread: when its batch began, and on how many
+        self._computing: dict[int, tuple[float, int]] = {}  # by thread, start and threads of its batch
         self._used_s, self._window_began = 0.0, time.monotonic()
         self._others = 0.0, 0
 
@@ -92,7 +92,7 @@ class CoreLoad:
         """Note on how many threads a batch of the calling thread runs."""
         caller, began = threading.get_ident(), time.monotonic()
         with self._lock:
-            around = self._computing.get(caller)  # a batch within which queries are computed
+            around = self._computing.get(caller)  # a batch that is interrupted by queries
             self._computing[caller] = began, threads
             self._write_running()
         try:
@@ -128,11 +128,9 @@ class CoreLoad:
         """The cores that other workers compute on, and how many workers these are."""
         rows = self._table
         age = now - rows[:, _WRITTEN]
-        is_fresh = (age >= 0) & (
-            age < _FRESH_S
-        )  # below 0 until the clock is where it was before the host was restarted
+        is_fresh = (age >= 0) & (age < _FRESH_S)  # negative if the file is from before a restart of the host
         loads = np.where(is_fresh, rows[:, _LOAD], 0.0)
-        # A batch that runs for longer than a window is a load before it ends, but not in a process that was killed.
+        # A batch that runs longer than a window counts before it ends, unless its process was killed.
         is_long = (rows[:, _RUNNING] > 0) & (now - rows[:, _SINCE] > _WINDOW_S)
         for slot in np.flatnonzero(is_long):
             loads[slot] = rows[slot, _RUNNING] if self._is_taken(int(slot)) else 0.0
@@ -153,7 +151,7 @@ class CoreLoad:
         return bool(struct.unpack(_LOCK, answer)[0] != fcntl.F_UNLCK)
 
 
-_LOCK = "@hhqqi4x"  # struct flock of Linux
+_LOCK = "@hhqqi4x"  # Linux's struct flock
 
 
 def _lock(kind: int, slot: int) -> bytes:
@@ -161,7 +159,7 @@ def _lock(kind: int, slot: int) -> bytes:
 
 
 class HelperWaits:
-    """Records how long the latest small batches waited for the threads that helped. Safe from any thread."""
+    """Records how long the latest small batches waited for helper threads. Safe from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,14 +1,14 @@
-"""The engine: a model on a device. `start` computes a few short queries on the thread that brings them, where the model
-is fast and nothing waits or runs:
+"""The engine: a model on a device. If the model is fast and nothing waits or runs, `start` computes a few short queries
+on the calling thread:
 
     submit, start ─► tokenize ─► forward ─► deliver
 
-Everything else goes through a few threads:
+Everything else passes through a few threads:
 
     submit, start ─► tokenizer threads ─► queue ─► engine thread ─► finisher thread ─► deliver
 
-On a GPU the finisher waits for the device while the engine thread already packs and starts the next batch. Where the
-native forward computes on the CPU, there is an engine thread for each lane: queries are computed beside a bulk batch.
+On a GPU the finisher waits for the device while the engine thread packs and starts the next batch. With the native
+forward on a CPU, each lane has an engine thread: queries are computed at the same time as a bulk batch.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ __all__ = ["Engine", "EngineOptions", "EngineStats"]
 
 log = logging.getLogger(__name__)
 
-_RECENT_BATCH_S = 2.0  # a batch finished this lately stands for a self-test
+_RECENT_BATCH_S = 2.0  # a batch finished within this time replaces a self-test
 _FIRST_SELF_TEST_S = 600.0
-_MAX_OPTIONS = 256  # of which a check is kept
-_LAST_BATCH_S = 2.0  # extra time for the batch that runs when the grace period is over
+_MAX_OPTIONS = 256  # checked options that are cached
+_LAST_BATCH_S = 2.0  # extra time for a batch that runs at the end of the grace period
 _LAST_ANSWERS_S = 1.0
-# The largest difference between the results of two self-tests: of vectors of length 1, else relative to the largest
-# weight or logit where that is above 1. Far above the effect of a batch's shape, far below another input's result.
+# The largest difference between the results of two self-tests: of vectors of length 1, otherwise relative to the
+# largest weight or logit above 1. The effect of a batch's shape is far smaller, that of another input far larger.
 _SELF_TEST_TOLERANCE = 2e-2
-_BAD_RESULT_PAUSE_S = 1.0  # between self-tests that bad results cause: texts that always fail must not fill the device
-# A forward is hung when it takes longer than ten times what the slowest recent one would have taken for its size, and
-# longer than five seconds, in which kernels of a new shape may be loaded.
+_BAD_RESULT_PAUSE_S = 1.0  # between self-tests after bad results: texts that always fail must not fill the device
+# A forward hangs if it takes ten times as long as the slowest recent one would for its size, and at least five seconds,
+# which loading kernels of a new shape may take.
 _HANG_FLOOR_S = 5.0
 _HANG_FACTOR = 10.0
 
@@ -92,13 +92,13 @@ class Engine:
         self._is_rounded = parts.layout.is_rounded
         self._deliver_out = deliver
         self._on_fault = on_fault
-        self._fault: str | None = None  # why the engine is unhealthy; never reset
+        self._fault: str | None = None  # the reason why it is unhealthy; never reset
         self._reference: SelfTest | None = None
         self._known_picture: Input = None
         self._picture_reference: SelfTest | None = None
-        self._doubt: SelfTest | None = None  # the self-test under way because of a bad result; of who finishes
+        self._doubt: SelfTest | None = None  # the running self-test after a bad result; used by the finishing thread
         self._doubted_at = -_BAD_RESULT_PAUSE_S
-        # How to tokenize with options that were checked: most calls have the same few.
+        # Checked options: most calls have the same few.
         self._supported: dict[InferOptions, TokenizeOptions] = {}
         self._stalls: dict[InFlightLimit, Stall] = {}
         self._device = parts.model.backbone.device
@@ -380,11 +380,11 @@ class Engine:
     def _supervise(self, body: Callable[[], None]) -> None:
         try:
             body()
-        except BaseException as error:  # of any kind: an engine without this thread must be restarted
+        except BaseException as error:  # of any type: an engine without this thread must be restarted
             self._on_defect(error)
 
     def _on_defect(self, error: BaseException) -> None:
-        log.error("a defect on the thread %s", threading.current_thread().name, exc_info=error)
+        log.error("exception on the engine's thread %s", threading.current_thread().name, exc_info=error)
         self._mark_unhealthy(f"the engine has a defect: {error!r}")
 
     def _deliver(self, jobs: list[Job]) -> None:
@@ -419,11 +419,11 @@ class Engine:
         if isinstance(failure, InferenceFailed):
             self._mark_unhealthy(f"the self-test failed: {failure.message}")
         elif failure is None and (reference is None or not test.agrees_with(reference)):
-            self._mark_unhealthy(f"the known {known} has another vector than when the model was loaded")
+            self._mark_unhealthy(f"the result of the known {known} has changed since the model was loaded")
 
     def _mark_unhealthy(self, reason: str) -> None:
         if self._fault is None:
-            log.error("unhealthy from now on: %s", reason)
+            log.error("the engine is unhealthy: %s", reason)
             self._fault = reason
             self._on_fault(reason)
 
@@ -451,16 +451,14 @@ class Engine:
 
 @dataclass(slots=True)
 class Stall:
-    """How long no batch has finished, in seconds, and the count of `departures` when that began."""
+    """Seconds without a finished batch, and the count of `departures` when they began."""
 
     departures: int
     seconds: float = 0.0
 
 
 class AwaitedJob(Job):
-    """A job that the engine submits to itself: it is not delivered to a caller, and `done` is set when it has been
-    answered.
-    """
+    """A job that the engine submits to itself. It is not delivered to a caller; `done` is set when it is answered."""
 
     __slots__ = ("done",)
 
@@ -513,7 +511,7 @@ def thread_stacks() -> str:
 
 
 def _of_pictures() -> tuple[type[Runner], type[Intake]]:
-    from teimgr.engine.images.runner import PictureIntake, PictureRunner  # with Pillow, for these models alone
+    from teimgr.engine.images.runner import PictureIntake, PictureRunner  # here: imports Pillow
 
     return PictureRunner, PictureIntake
 
@@ -523,5 +521,5 @@ def _core_load(options: EngineOptions) -> CoreLoad | None:
     try:
         return CoreLoad(options.core_load) if options.core_load else None
     except OSError as error:
-        log.warning("idle cores of other workers are not used: %s", error)
+        log.warning("cannot use idle cores of other workers: %s", error)
         return None

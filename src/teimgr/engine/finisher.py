@@ -1,7 +1,7 @@
 """The finisher: writes results of a batch into the rows of its jobs, and delivers complete jobs.
 
-It has its own thread. An engine thread with nothing else to do finishes its batch itself, which takes less time than
-waking another thread. Only one thread writes results at a time, so a job needs no lock.
+It has its own thread. An engine thread with nothing else to do finishes its batch itself, which is faster than waking
+another thread. Only one thread writes results at a time, so a job needs no lock.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 Floats = NDArray[np.float32]
 
 VectorOptions = tuple[int | None, bool, bool]
-"""The dimensions that vectors are cut to, whether they are scaled to length 1, and rounded to integers before."""
+"""The dimensions to which vectors are cut, whether they are scaled to length 1, and whether rounded before that."""
 
-_BATCHES_IN_FLIGHT = 2  # one that runs, and one that is ready when it ends: more gains nothing and delays queries
-_HANDOVER = 2  # capacity of the inbox in batches, beside the one that is being finished
+_BATCHES_IN_FLIGHT = 2  # a running batch and a ready one; more would only delay queries
+_HANDOVER = 2  # capacity of the inbox in batches, without the one that is being finished
 _CHECK_S = 0.2
-_FORGET = 0.99  # of the slowest and of the quickest batch, with each later one
-_KNOWN_FOR_S = 30.0  # after the last batch the time per token
+_FORGET = 0.99  # decay of the slowest and the quickest batch with each later one
+_KNOWN_FOR_S = 30.0  # how long after the last batch the time per token is valid
 _UNIT: VectorOptions = (None, True, False)
 _DENSE_ALONE = frozenset({Output.DENSE})
 _POWERS = 32  # buckets by powers of two: no batch has 2^32 tokens
@@ -55,17 +55,17 @@ class InFlightLimit:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._batches: list[BatchInFlight] = []  # in the order of their start
+        self._batches: list[BatchInFlight] = []  # in order of start
         self._abandoned = False
         self.tokens = 0
-        self.departures = 0  # batches that left since the start: progress of the device
+        self.departures = 0  # batches that have left: progress of the device
 
     @property
     def began_ns(self) -> int | None:
         """The monotonic moment when the oldest batch in flight began; None without one."""
         try:
             return self._batches[0].began_ns
-        except IndexError:  # none is in flight, or the last one left just now
+        except IndexError:  # no batch is in flight, perhaps since this moment
             return None
 
     @property
@@ -111,9 +111,9 @@ class InFlightLimit:
 class BatchInFlight:
     """A batch between start and finish, with the limit of its thread.
 
-    `began_ns` is a monotonic moment. The batches of a thread are computed one after the other, so it is never before
-    the end of the previous batch, and the time since then is the batch's own. A batch that ends before an older one was
-    computed within it, as queries are within bulk: the older one's `began_ns` is moved by that time.
+    `began_ns` is a monotonic time. A thread computes its batches one after the other, so `began_ns` is at least the end
+    of the previous batch, and the time since then belongs to this batch. A batch that ends before an older one ran
+    within it, like queries within bulk: the older one's `began_ns` moves forward by that time.
     """
 
     limit: InFlightLimit
@@ -125,12 +125,12 @@ class BatchInFlight:
         return self.limit.leave(self)
 
 
-@dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
+@dataclass(slots=True)  # `frozen` would cost half a microsecond per query
 class HostRows:
     """`heads.Rows` on the host: `values` are float32, `offsets` and `indices` int64.
 
-    `unit` are the vectors scaled to length 1, if the forward computed them too. `are_finite` is set if the forward
-    found no NaN or infinity.
+    `unit` are the vectors scaled to length 1, if the forward computed them. `are_finite` is set if the forward found no
+    NaN or infinity.
     """
 
     values: Floats
@@ -176,13 +176,13 @@ def keep_nothing(rows: Mapping[Output, HostRows]) -> None:
     """Do nothing: for results that no cache keeps."""
 
 
-@dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
+@dataclass(slots=True)  # `frozen` would cost half a microsecond per query
 class StartedBatch:
     """A batch that was started on the device; it is in flight until `wait` has returned the results.
 
-    The texts of all entries in order are the texts `places` (int64 [texts]) of the results; equal inputs share one. If
-    `finished` is set, vectors are already cut and normalised by these options, which all jobs share. After the results
-    were written into jobs, they are passed to `keep`, and `free` releases their memory.
+    `places` (int64 [texts]) maps the texts of all entries, in order, to those of the results; equal inputs share one.
+    If `finished` is set, vectors are already cut and normalised by these options, which all jobs share. After the
+    results have been written into jobs, `keep` gets them, and `free` releases their memory.
     """
 
     entries: Sequence[QueueEntry]
@@ -217,7 +217,7 @@ def _concatenated(parts: Sequence[NDArray[np.intp]]) -> NDArray[np.intp]:
 
 @dataclass(frozen=True, slots=True)
 class KnownBatch:
-    """Texts whose results are known: the texts of all entries in order are the texts `places` of `rows`."""
+    """Texts with known results: `places` maps the texts of all entries, in order, to those of `rows`."""
 
     entries: Sequence[QueueEntry]
     places: NDArray[np.intp]
@@ -226,7 +226,7 @@ class KnownBatch:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Rows that will have no result, and jobs that have no rows at all."""
+    """Rows without a result, and jobs without rows."""
 
     rows: Sequence[tuple[Job, int, TeimgrError]]
     empty: Sequence[Job] = ()
@@ -237,7 +237,7 @@ Work = StartedBatch | KnownBatch | Failures
 
 @dataclass(slots=True)
 class LaneStats:
-    """The figures of one lane. `queued_tokens` counts jobs that are not tokenized by estimate."""
+    """The counts of one lane. `queued_tokens` includes estimates for jobs that are not tokenized."""
 
     queued_texts: int = 0
     queued_tokens: int = 0
@@ -249,15 +249,15 @@ class LaneStats:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """The counts of an engine since its start, which the finisher keeps, and in a snapshot of it the present state.
+    """The counts of an engine since its start, kept by the finisher; a snapshot also has the current state.
 
-    `busy_s` is time with a batch on the device. `by_texts[k]` counts the batches of at most 2^k texts that have more
-    than 2^(k-1), `by_tokens` likewise; `lanes` are by `Lane.value`. `padding_saved_tokens` is what padding each batch
-    to its longest text would have added. `known_texts` were not computed, and are in no other count: an equal input was
-    under way, or its result was kept; `own_texts` and `own_tokens` are of self-tests, and in no other count but
-    `batches`. `full_texts` have all tokens that the model takes: those that were cut are among them. `repeated_texts`
-    of the `sampled_texts`, one in eight, had come before (`RepeatSample`). `device_bytes` and `device_peak_bytes` are
-    what the device's allocator holds for this process, and the most it ever gave out; 0 and None on the CPU.
+    `busy_s` is time with a batch on the device. `by_texts[k]` counts batches with more than 2^(k-1) and at most 2^k
+    texts, `by_tokens` likewise; `lanes` are by `Lane.value`. `padding_saved_tokens` is what padding each batch to its
+    longest text would have added. `known_texts` took the result of an equal input, running or cached, and are in no
+    other count. `own_texts` and `own_tokens` are those of self-tests, counted otherwise only in `batches`. `full_texts`
+    have as many tokens as the model takes; they include truncated ones. `repeated_texts` of the `sampled_texts`, one in
+    eight, had been received before (`RepeatSample`). `device_bytes` is what the device's allocator holds for this
+    process, `device_peak_bytes` the most it has given out; 0 and None on the CPU.
     """
 
     queued_texts: int = 0
@@ -287,10 +287,10 @@ class EngineStats:
 class Finisher:
     """Takes batches and failures from other threads through a short queue; `run` is its own thread's body.
 
-    `deliver` receives the jobs that one batch completed, `on_fault` the reason why results cannot be trusted any more.
-    `on_bad_result` is called when the forward of a text failed or gave no numbers; the text fails alone. `activation`
-    turns logits into scores; `max_length` is the most tokens of a text, 0 if it is not known. Callers count a batch in
-    an `InFlightLimit` of `new_limit` before they put it.
+    `deliver` gets the jobs that a batch completed, `on_fault` the reason if results cannot be trusted any more.
+    `on_bad_result` is called if the forward of a text failed or returned NaN; only that text fails. `activation` turns
+    logits into scores; `max_length` is the most tokens of a text, 0 if unknown. Callers count a batch in an
+    `InFlightLimit` of `new_limit` before they put it.
     """
 
     def __init__(
@@ -309,13 +309,13 @@ class Finisher:
         self._inbox: queue.Queue[Work | None] = queue.Queue(_HANDOVER)
         self._ended = threading.Event()
         self._finishing = threading.Lock()  # held by the thread that finishes
-        self._counted_ns = 0  # until this monotonic moment `busy_s` is complete
+        self._counted_ns = 0  # monotonic time up to which `busy_s` is complete
         self._told_busy_s = 0.0
         self.limits: list[InFlightLimit] = []
         self.stats = EngineStats()
-        self.fault: str | None = None  # a lasting one of the device: no batch succeeds any more
-        self.finished_at = -math.inf  # of the last batch, a monotonic moment in seconds
-        # Per token of a batch (`BATCH_OVERHEAD_TOKENS` added): the slowest and the quickest recent batch.
+        self.fault: str | None = None  # a permanent fault of the device: all further batches fail
+        self.finished_at = -math.inf  # end of the last batch, monotonic seconds
+        # Time per token (with `BATCH_OVERHEAD_TOKENS`) of the slowest and the quickest recent batch.
         self.slowest_s = 0.0
         self.quickest_s = math.inf
 
@@ -427,15 +427,15 @@ class Finisher:
         if complete:
             try:
                 self._deliver(complete)
-            except Exception:  # a defect of the receiver must not stop every other answer
+            except Exception:  # a defect of `deliver` must not stop other answers
                 log.exception("delivering %d jobs failed", len(complete))
 
     def _write(self, batch: StartedBatch) -> list[Job]:
         """Write results into their jobs, and return each job once."""
         try:
             rows = batch.wait()
-        except RuntimeError as error:  # CUDA reports a fault at synchronisation, after the launch went well
-            if gpu.is_out_of_memory(error):  # of the host, for results that the pinned buffers have no room for
+        except RuntimeError as error:  # CUDA reports faults of a launch at synchronisation
+            if gpu.is_out_of_memory(error):  # of host memory, for results larger than the pinned buffers
                 batch.free()
                 return self._fail(failed_rows(batch.entries, OutOfDeviceMemory(f"no room for results: {error}")))
             self.device_failed(f"the device failed: {error}")
@@ -451,7 +451,7 @@ class Finisher:
         results = BatchResults(rows, self._activation, batch.finished)
         jobs = self._write_jobs(results, by_job(batch.entries, batch.places), began_ns, duration_ns)
         batch.keep(rows)
-        batch.free()  # jobs have copies
+        batch.free()  # the jobs have copies
         return jobs
 
     def _write_jobs(
@@ -478,7 +478,7 @@ class Finisher:
     def _fail(self, rows: Sequence[tuple[Job, int, TeimgrError]]) -> list[Job]:
         for job, row, error in rows:
             job.count_failed()
-            if isinstance(error, ZeroVector) and job.options.outputs == _DENSE_ALONE:  # zero before it is written
+            if isinstance(error, ZeroVector) and job.options.outputs == _DENSE_ALONE:  # its row is already zero
                 continue
             job.errors[row] = error
             self.stats.failed_texts += 1
@@ -504,7 +504,7 @@ class Finisher:
         stats.own_texts += own_texts
         stats.own_tokens += own_tokens
         if texts:
-            lane = stats.lanes[batch.entries[0].job.lane.value]  # a batch is of one lane
+            lane = stats.lanes[batch.entries[0].job.lane.value]  # a batch has one lane
             lane.batches += 1
             for counts in (stats, lane):
                 counts.texts += texts
@@ -547,7 +547,7 @@ def _written(
         if len(texts) > 1:
             each = (_written(results, job, texts[i : i + 1], rows[i : i + 1]) for i in range(len(texts)))
             return {row: failure for failed in each for row, failure in failed.items()}
-        log.exception("a result cannot be used")
+        log.exception("writing a result into its job failed")
         return {int(rows[0]): InferenceFailed(f"Backend error: {error}")}
 
 
@@ -573,7 +573,7 @@ class BatchResults:
                 self._bad[output] = set()
             if output not in self._bad:
                 finite = self._rows[output].finite()
-                are_all = np.count_nonzero(finite) == len(finite)  # in a quarter of the time of `finite.all()`
+                are_all = np.count_nonzero(finite) == len(finite)  # four times as fast as `finite.all()`
                 self._bad[output] = set() if are_all else set(np.flatnonzero(~finite).tolist())
             if self._bad[output]:
                 for text, row in zip(texts.tolist(), rows.tolist(), strict=True):

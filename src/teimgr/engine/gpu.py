@@ -1,7 +1,7 @@
-"""What the engine does otherwise on a GPU: exact arithmetic, scheduling of threads, and what a failure means.
+"""Differences of the engine on a GPU: exact arithmetic, scheduling of threads, meaning of failures.
 
-Whether a device is a GPU is asked of `is_gpu` alone, as `gpu.is_gpu(device)`: tests replace it and run the paths of a
-GPU on a CPU, where copies between host and device are nothing and an operator has its own implementation.
+Only `gpu.is_gpu(device)` decides whether a device is a GPU: tests replace it to run the paths of a GPU on a CPU, where
+copies between host and device are no-ops and operators have CPU implementations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from teimgr.wire.gil import use_short_turns
 log = logging.getLogger(__name__)
 
 _CORES_BESIDE_TOKENIZER = 4  # for the engine's three threads and the event loop
-# Beside torch.OutOfMemoryError, which only torch's own allocator raises.
+# Further texts of out-of-memory errors: only torch's own allocator raises torch.OutOfMemoryError.
 _OUT_OF_MEMORY = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
@@ -104,5 +104,5 @@ def free_cached_memory(device: torch.device) -> None:
         return
     try:
         torch.cuda.empty_cache()
-    except RuntimeError as refusal:  # of older versions of torch, once a capture has failed
-        log.warning("the memory that torch keeps is not given back: %s", refusal)
+    except RuntimeError as refusal:  # older versions of torch, after a failed capture
+        log.warning("freeing torch's cached memory failed: %s", refusal)

@@ -1,7 +1,7 @@
-"""The choice of dtype and batching for a GPU, by the fidelity gate.
+"""Chooses dtype and batching for a GPU, by the fidelity gate.
 
-The float32 reference is computed on the host, where the weights are anyway: a model of 16 bits then needs no room for
-one of 32 on the device. Both types of 16 bits take the same time on a card, so no speed is measured.
+The float32 reference is computed on the host, so a model of 16 bits needs no room for 32 bits on the device. Both types
+of 16 bits are equally fast on a card, so speed is not measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from teimgr.errors import DeviceFailed, InvalidConfig, ModelLoadFailed
 
 log = logging.getLogger(__name__)
 
-# Layers end in a normalisation, which bounds what flows from one to the next: float16 does not overflow in them.
+# Architectures whose layers end in a normalisation, which bounds their results: float16 does not overflow.
 _POST_NORM = frozenset(
     {"bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "mpnet", "roberta", "xlm-roberta"}
 )
@@ -95,7 +95,7 @@ def _preferred(model: Model) -> tuple[list[torch.dtype], Preference]:
         reason = f"{risk} in fewer bits, which the known texts may not show"
         return [torch.float32], Preference(torch.float32, reason, {})
     types = candidate_dtypes(str(getattr(model.backbone.config, "model_type", "")), has_bfloat16())
-    reason = "the card computes in float16 and not in bfloat16"
+    reason = "the card supports float16 and not bfloat16"
     if torch.bfloat16 in types:
         finer, wider = "float16 is the finer one and cannot overflow here", "float16 might overflow"
         reason = f"both types of 16 bits are equally fast, and {finer if types[0] is torch.float16 else wider}"
@@ -131,18 +131,18 @@ def _fused(
     for norms in ([] if kernel is None else [Norms(kernel, model.backbone.device)]) + [None]:
         fusion = fuse(module, norms)
         if norms is not None and not fusion.norms:
-            fusion.undo()  # the same as without them
+            fusion.undo()  # the same as without the kernel
             continue
         choice: Choice | Closeness | None = None
         try:
             choice = first_batching(model, dtype, inputs, reference, requested) if fusion else None
         except AttributeError as refusal:  # model code that reads a layer's weight
-            log.warning("fused layers are not for this model: %s", refusal)
+            log.warning("this model cannot use fused layers: %s", refusal)
         if isinstance(choice, Choice):
             fusion.keep()
             return choice
         if fusion.norms:
-            log.warning("results stray with fused normalisations")
+            log.warning("results deviate too much with fused normalisations")
         fusion.undo()
     return None
 

@@ -1,4 +1,4 @@
-"""The way of a batch's results from the device to the host."""
+"""Copies a batch's results from the device to the host."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class _Parts(NamedTuple):
 
 
 class HostCopies:
-    """Copies of `rows` to the host, started by the constructor, which waits for nothing.
-
-    `wait` and `free` are for another thread, that of the finisher.
+    """Copies of `rows` to the host, started by the constructor without waiting. The finisher's thread calls `wait` and
+    `free`.
     """
 
     def __init__(self, rows: Mapping[Output, Rows]) -> None:
@@ -54,7 +53,7 @@ class HostCopies:
                 self._copied.record()
         except BaseException:
             for loan in self._loans:
-                # On a failed device this fails as well: the loan stays taken, for the device may still write to it.
+                # On a failed device this fails too: the loan stays taken, since the device may still write to it.
                 with contextlib.suppress(Exception):
                     loan.free_after_copy()
             raise
@@ -82,7 +81,7 @@ class HostCopies:
         whole = self._whole[output]
         if whole is None or parts.offsets is None or int(parts.offsets[-1]) <= len(parts.values):
             return parts
-        with torch.inference_mode():  # for these alone: entering it takes some microseconds
+        with torch.inference_mode():  # only here: entering it takes some microseconds
             of = whole()
             return _Parts(of.values.cpu(), _cpu(of.offsets), _cpu(of.indices))
 

@@ -114,7 +114,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     weights = {"linear.weight": torch.ones(4, 8), "linear.bias": torch.ones(4), "linear2.weight": torch.ones(2, 2)}
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(
-        ModelLoadFailed, match=r"the files have linear2\.weight, which its config.json has no place for"
+        ModelLoadFailed, match=r"the files have linear2\.weight, which its config.json does not declare"
     ):
         load_projections([Dense(tmp_path, 8, 4, True, identity)], torch.device("cpu"))
     modules.Dense(8, 4).save(str(tmp_path))

@@ -28,14 +28,14 @@ class Run(NamedTuple):
         return self.start + self.texts * self.length
 
 
-@dataclass(slots=True, eq=False)  # not frozen, which would cost each query half a microsecond
+@dataclass(slots=True, eq=False)  # `frozen` would cost half a microsecond per query
 class Encoded:
-    """Tokenized inputs of one length, each a text or a pair: one input, or several with the same settings.
+    """One or several tokenized inputs, texts or pairs, of one length and with the same settings.
 
     `ids` are int32 [length], or [texts, length] and contiguous; never empty. `type_ids` (uint8, same shape) are the
     token types of pairs, None for models without them. If `keys` is set, every token attends only to the first `keys`
-    tokens. The first `prompt_tokens` belong to a prompt that pooling leaves out. `query` is the role on models with
-    roles, `task` the task on models with weights by task (from 1; 0 means none).
+    tokens. The first `prompt_tokens` belong to a prompt that is not pooled. `query` is the role on models with roles,
+    `task` the task on models with weights by task (from 1; 0 means none).
     """
 
     ids: NDArray[np.int32]
@@ -60,7 +60,7 @@ class Encoded:
         return replace(self, ids=self.ids[which], type_ids=None if self.type_ids is None else self.type_ids[which])
 
 
-_MIN_GROUPED = 16  # inputs: fewer are not worth sorting by length
+_MIN_GROUPED = 16  # inputs; sorting fewer by length does not pay
 _PLACES = np.arange(_MIN_GROUPED)
 _PLACES.flags.writeable = False  # shared by all entries of one row
 
@@ -69,8 +69,8 @@ _PLACES.flags.writeable = False  # shared by all entries of one row
 class TokenizedTexts:
     """N tokenized inputs in arrays: input i has `lengths[i]` ids from `begins[i]` on (int64 [N] each) in `ids`.
 
-    `ids` is int32 [T], `type_ids` uint8 [T] or None; `prompt_tokens` and `task` are as in `Encoded`. Inputs in `others`
-    are not in the arrays, since they have their own settings or failed; their length is 0.
+    `ids` is int32 [T], `type_ids` uint8 [T] or None; `prompt_tokens` and `task` are as in `Encoded`. Inputs that failed
+    or have other settings are in `others` instead; their length here is 0.
     """
 
     ids: NDArray[np.int32]
@@ -109,7 +109,7 @@ class TokenizedTexts:
 
     def missing(self) -> list[int]:
         """Return the inputs that have no result yet."""
-        if np.count_nonzero(self.lengths) == len(self.lengths):  # the usual case, and far quicker
+        if np.count_nonzero(self.lengths) == len(self.lengths):  # the usual case, computed far faster
             return []
         return [row for row in np.flatnonzero(self.lengths == 0).tolist() if row not in self.others]
 
@@ -146,16 +146,16 @@ class TokenizedTexts:
                     yield np.array([place]), self[begin + place]
 
 
-@dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
+@dataclass(slots=True)  # `frozen` would cost half a microsecond per query
 class PackedBatch:
     """N texts, T tokens, in ascending order of length.
 
     `ids` and `position_ids` are int64 [T]; positions restart at 0 with every text. Text i of the batch is input
     `order[i]` of those given to `pack`, and its tokens are `cu_seqlens[i]` to `cu_seqlens[i + 1]` (int32 [N + 1]).
-    The others are None if no text needs them: `prompt_lens` (int32 [N], leading tokens that pooling leaves out),
-    `type_ids` (int64 [T]), `keys` (int32 [N], the leading tokens of a text that its tokens attend to), `queries` (bool
-    [N], the role on models with roles), `tasks` (int32 [N]: a run has only one task), `kept` (int64 [N], one token of
-    each text: a native forward may compute the hidden states of these alone).
+    The others are None if no text needs them: `prompt_lens` (int32 [N], leading tokens that are not pooled), `type_ids`
+    (int64 [T]), `keys` (int32 [N], the number of leading tokens that a text's tokens attend to), `queries` (bool [N],
+    the role on models with roles), `tasks` (int32 [N]; a run has one task), `kept` (int64 [N], one token of each text:
+    a native forward may compute only their hidden states).
     """
 
     ids: NDArray[np.int64]
@@ -287,7 +287,7 @@ def pack(inputs: Sequence[Encoded]) -> PackedBatch:
     tasks = None
     if any(each.task for each in inputs):
         order = np.lexsort((_of_each(inputs, [each.task for each in inputs], np.int32), _lengths(inputs)))
-        inputs = sorted(inputs, key=lambda each: (each.length, each.task))  # a stable sort
+        inputs = sorted(inputs, key=lambda each: (each.length, each.task))  # stable
         tasks = _of_each(inputs, [each.task for each in inputs], np.int32)
     else:
         order = np.argsort(_lengths(inputs), kind="stable")
@@ -297,7 +297,7 @@ def pack(inputs: Sequence[Encoded]) -> PackedBatch:
     np.cumsum(lengths, out=cu_seqlens[1:])
     ids = np.concatenate([each.ids.reshape(-1) for each in inputs], dtype=np.int64)
     prompt_lens = type_ids = keys = queries = None
-    if any(each.prompt_tokens for each in inputs):  # pooling needs at least one token of a text
+    if any(each.prompt_tokens for each in inputs):  # at least one token of a text is pooled
         prompt_lens = np.minimum(_of_each(inputs, [each.prompt_tokens for each in inputs], np.int32), lengths - 1)
     if any(each.type_ids is not None for each in inputs):
         types = [np.zeros(each.ids.size, np.uint8) if each.type_ids is None else each.type_ids for each in inputs]
@@ -368,7 +368,7 @@ _NO_POSITIONS = np.zeros(0, np.int64)
 
 def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy `values` to a tensor on `device`, asynchronously; if that is a GPU, `values` may change afterwards."""
-    import torch  # here: scheduling imports this module and must not import torch
+    import torch  # here: schedulers import this module without torch
 
     from teimgr.engine import gpu
 

@@ -1,10 +1,10 @@
-"""Fair sharing of a lane between tenants: each has a virtual counter of tokens, and the lowest counter goes next.
+"""Fair sharing of a lane between tenants: each has a virtual counter of tokens, and the lowest counter is served next.
 
-After Sheng et al. 2024 (arXiv 2401.00588). A text is counted when it is taken into a batch, divided by its tenant's
+After Sheng et al. 2024 (arXiv 2401.00588). A text that is taken into a batch adds its tokens, divided by the tenant's
 weight. A tenant that returns after a pause starts at the lowest counter of the waiting tenants, so a pause earns no
-credit. Of two tenants that always have texts waiting, neither ever gets more than the other by more than twice the
-largest text divided by the weight. No capacity is reserved: a tenant that waits alone gets all of it. The texts of one
-tenant wait in `LengthBuckets`, by length and age.
+credit. For two tenants with texts always waiting, the counters differ by at most twice the largest text divided by the
+weight. No capacity is reserved: a tenant that waits alone gets all of it. `LengthBuckets` has the waiting texts of one
+tenant, by length and age.
 """
 
 from __future__ import annotations
@@ -230,9 +230,9 @@ class FairLane:
         self.tokens = 0
         self.texts = 0
         self._waiting: dict[int, LengthBuckets] = {}
-        self._shares: dict[int, Share] = {}  # of waiting tenants
+        self._shares: dict[int, Share] = {}  # waiting tenants
         self._served: dict[int, float] = {}
-        self._last: dict[int, float] = {}  # by priority: the counter of the last tenant that waited
+        self._last: dict[int, float] = {}  # by priority, the counter of the last tenant that waited
 
     def put(self, entry: QueueEntry) -> None:
         share = entry.job.share
@@ -334,7 +334,7 @@ class FairLane:
 
 
 class _Part:
-    """The texts of a tenant in a batch: its oldest, as `runs` of a length and a number each."""
+    """A tenant's oldest texts in a batch, as `runs` of a length and a number each."""
 
     __slots__ = ("buckets", "counter", "runs", "tenant", "texts", "tokens", "waiting", "weight")
 
@@ -375,7 +375,7 @@ class _Part:
 
 def _fill(parts: Sequence[_Part], budget_tokens: int, budget_texts: int | None) -> None:
     """Let the parts take the first texts by counter, enough for the budget or all there are."""
-    while True:  # repeated if counted texts turn out to have expired
+    while True:  # repeats if counted texts have expired
         level = _level(parts, budget_tokens)
         waits = [part.take_below(level, budget_texts) for part in parts]
         if all(waits):
@@ -412,7 +412,7 @@ def _cut(parts: Sequence[_Part], budget_tokens: int, budget_texts: int | None, l
 
 
 class HasShare(Protocol):
-    """An item that waits for its tenant's turn."""
+    """An item with a tenant."""
 
     @property
     def share(self) -> Share:
@@ -423,10 +423,10 @@ ItemT = TypeVar("ItemT", bound=HasShare)
 
 
 class TenantTurns(Generic[ItemT]):
-    """A queue like a deque in which tenants take turns, so that none waits for all that another has sent."""
+    """A queue like a deque in which tenants take turns, so that no tenant waits for all items of another."""
 
     def __init__(self) -> None:
-        self._of: dict[int, deque[ItemT]] = {}  # the tenant whose turn it is first
+        self._of: dict[int, deque[ItemT]] = {}  # in order of turns
 
     def __len__(self) -> int:
         return sum([len(each) for each in self._of.values()])
@@ -461,7 +461,7 @@ class TenantTurns(Generic[ItemT]):
         if not waiting:
             del self._of[tenant]
         elif len(self._of) > 1:
-            self._of[tenant] = self._of.pop(tenant)  # to the end
+            self._of[tenant] = self._of.pop(tenant)  # moves it to the end
         return item
 
     def clear(self) -> None:

@@ -1,6 +1,6 @@
-"""Pinned host memory for copies between host and device: a few buffers that are reused.
+"""Pinned host memory for copies between host and device: a few reused buffers.
 
-Only copies from pinned memory overlap with the host and the kernels, and pinning memory takes longer than copying it.
+Only copies of pinned memory overlap with the host and with kernels, and pinning takes longer than copying.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 _MIN_BYTES = 4096
-_MAX_BYTES = 32 << 20  # of one buffer that is kept
+_MAX_BYTES = 32 << 20  # the largest buffer that is kept
 
 
 class Event(Protocol):
-    """An event in a device's queue of work, as `torch.cuda.Event`."""
+    """An event in a device's queue of work, like `torch.cuda.Event`."""
 
     def record(self) -> None:
         """Record the event after everything that this thread has launched."""
@@ -31,7 +31,7 @@ class Event(Protocol):
 
 def pinned_memory(size: int) -> Tensor:
     """Allocate `size` bytes of pinned memory."""
-    with torch.inference_mode(False):  # else it would be writable in inference mode only
+    with torch.inference_mode(False):  # so that it is writable outside of inference mode
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
@@ -45,7 +45,7 @@ class _Buffer:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.is_taken = True
-        self.copied: Event | None = None  # after which it may be reused
+        self.copied: Event | None = None  # it may be reused after this event
         self.event: Event | None = None  # made once, recorded at every copy
 
     def is_free(self) -> bool:

@@ -1,20 +1,20 @@
 """The queue between tokenizer and device: two lanes, batches bounded by tokens, no starvation.
 
-Scheduling only: needs neither torch nor a model. An entry holds the rows of a job that were tokenized together and
-have equal length, so bulk texts cost nothing each. The rules of `next_batch`:
+Needs neither torch nor a model. An entry holds the rows of a job that were tokenized together and have equal length, so
+scheduling costs nothing per bulk text. The rules of `next_batch`:
 
-1. Cancelled entries are dropped. Entries whose deadline has passed, or will pass before the device could compute one
-   of their texts, are returned separately, to be failed.
-2. The interactive lane goes first. While bulk entries wait behind it, every interactive batch earns the bulk lane
-   credit, and with enough credit one bulk batch goes between, so that bulk keeps about `bulk_share` of the device.
-3. A batch holds the lane's oldest texts and then those of nearest length, until a bound is reached. So no text
-   starves, and texts of equal length are batched together. Where several tenants wait, they share by `FairLane`.
-4. Bulk batches are small while interactive entries arrived lately: the next query waits for at most one such batch.
-5. Interactive batches are small while several tenants sent queries lately, and smaller if one of them has few tokens
+1. Cancelled entries are dropped. Entries whose deadline has passed, or would pass before the device computed one of
+   their texts, are returned separately, to be failed.
+2. The interactive lane is served first. While bulk entries wait, every interactive batch earns the bulk lane credit;
+   enough credit inserts one bulk batch, so bulk gets about `bulk_share` of the device.
+3. A batch takes the lane's oldest texts, then those of nearest length, until a limit is reached. So no text starves,
+   and texts of equal length are batched together. Several waiting tenants share by `FairLane`.
+4. Bulk batches are small if interactive entries arrived recently: the next query waits for at most one such batch.
+5. Interactive batches are small if several tenants sent queries recently, and smaller if one of them has few tokens
    waiting: its query waits for one small batch of the others, and is computed in another.
 
-Where each lane has its own thread (`BatchLimits.own_threads`), 2 and 4 do not apply: a query waits for no batch of
-bulk, and the scheduler of the system divides the processor between the lanes.
+If each lane has its own thread (`BatchLimits.own_threads`), 2 and 4 do not apply: queries do not wait for bulk batches,
+and the operating system divides the processor between the lanes.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ __all__ = ["BatchDraft", "EntryQueue", "LengthBuckets", "QueueEntry", "halves"]
 MIN_TOKENS = 256
 """The lowest limit on a batch's tokens after batches that ran out of memory."""
 _RAISE_AFTER_S = 60.0
-_SAMPLE_S = 0.1  # shorter batches are counted together
+_SAMPLE_S = 0.1  # shorter batches are merged into one sample
 _SAMPLES = 32
 _MAX_AGE_S = 30.0
-_KNOWN_S = 0.05  # computing a throughput for every call would cost each some percent
-# Fewer samples give no estimate: the first batches after a start are slow, and one slow text would decide alone.
+_KNOWN_S = 0.05  # cache time of a throughput: computing it for every call would cost each some percent
+# With fewer samples there is no estimate: the first batches are slow, and a slow text would dominate.
 _MIN_SAMPLES = 4
 
 
-# Texts and tokens per lane to tokenize ahead of the device, in batches at least: a text that is a separate entry
-# takes some hundred bytes more than its characters.
+# Texts and tokens per lane to tokenize ahead of the device; a text with a separate entry takes some hundred bytes in
+# addition to its characters.
 _AHEAD_TEXTS = 32_768
 _AHEAD_TOKENS = 2**20
 _AHEAD_BATCHES = 4
 
-_BESIDE_FEW = 4  # times the least waiting tokens of a tenant are a batch of several tenants
+_BESIDE_FEW = 4  # tokens of a batch of several tenants, as a multiple of the least waiting tokens of one
 
-# The fixed cost of a batch in tokens: one short query alone occupies the device for about this long.
+# The fixed cost of a batch, in tokens: that of one short query.
 BATCH_OVERHEAD_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The bounds of a batch. A text longer than a token bound is a batch on its own.
+    """The limits of a batch. A text longer than the token limit is a batch alone.
 
-    `own_threads`: each lane has its own thread; they run at the same time. `shared_query_tokens` are those of an
-    interactive batch while several tenants send queries; None: as many as otherwise.
+    If `own_threads`, each lane has its own thread, and both run at the same time. `shared_query_tokens` limits
+    interactive batches while several tenants send queries; None sets no further limit.
     """
 
     tokens: int
@@ -81,14 +81,14 @@ class _Sample:
 class LaneThroughput:
     """Tokens of batches that left texts waiting in their lane, and the time until its next batch. Times are monotonic.
 
-    Other batches do not count: a batch that took everything may be small, with a high cost per token. The figure
-    includes whatever slows a lane: the device, the tokenizer, the other lane, other processes.
+    Batches that took everything do not count: they may be small, with a high cost per token. The figure includes
+    everything that slows a lane: device, tokenizer, the other lane, other processes.
     """
 
     def __init__(self) -> None:
         self._samples: dict[Lane, deque[_Sample]] = {lane: deque(maxlen=_SAMPLES) for lane in Lane}
         self._last: dict[Lane, tuple[float, int]] = {}  # the last batch of each lane that still has texts waiting
-        self._known: dict[Lane, tuple[float, float | None]] = {}  # time, and the throughput computed then
+        self._known: dict[Lane, tuple[float, float | None]] = {}  # the last throughput and its time
 
     def took(self, now: float, lane: Lane, tokens: int, waiting: Collection[Lane]) -> None:
         """Record a batch of `lane`; the lanes in `waiting` still have texts."""
@@ -129,9 +129,8 @@ class LaneThroughput:
 class TokenCap:
     """The maximum tokens of a batch: `most`, and fewer after a batch ran out of memory; used by one thread.
 
-    Another process may have taken the memory, so the limit is doubled after every minute without such a batch. A batch
-    that runs out of memory costs several times its own time: it is computed in vain, and memory that torch keeps is
-    given back.
+    Another process may have taken the memory, so the limit doubles after every minute without such a batch. A batch
+    that runs out of memory costs several times its own time: its work is lost, and torch's cached memory is freed.
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -163,11 +162,10 @@ class Feeder(Protocol):
 
 
 class EntryQueue:
-    """Entries of both lanes; any thread puts, one thread takes the batches of a lane.
+    """Entries of both lanes. Any thread puts entries; one thread takes the batches of a lane.
 
-    `clock` returns monotonic seconds, `token_s` the least seconds per token.
-
-    After `close` the remaining entries are still served; after `abandon` none are.
+    `clock` returns monotonic seconds, `token_s` the minimum seconds per token. After `close` the remaining entries are
+    still served; after `abandon` no entry is.
     """
 
     def __init__(
@@ -179,11 +177,11 @@ class EntryQueue:
         self._limits = limits
         self._clock = clock
         lock = threading.Lock()
-        self._changed = threading.Condition(lock)  # signals a thread that takes both lanes, or bulk
+        self._changed = threading.Condition(lock)  # for the thread of both lanes, or of bulk
         self._has_queries = threading.Condition(lock) if limits.own_threads else self._changed
         self.token_s = token_s
         self._lanes = {lane: FairLane() for lane in Lane}
-        self.token_cap = TokenCap(limits.tokens, clock)  # used by the threads that take batches
+        self.token_cap = TokenCap(limits.tokens, clock)
         self._bulk_credit = 0.0
         self._interactive_seen = self._tenants_changed = -float("inf")
         self._tenant: int | None = None  # of the last query
@@ -231,7 +229,7 @@ class EntryQueue:
         changed = self._has_queries if lanes == (Lane.INTERACTIVE,) else self._changed
         with changed:
             if not len(self) and not any(map(self.waiting_before, Lane)):
-                self._throughput.idle()  # entries that seemed to wait were in the last batch, or have been cancelled
+                self._throughput.idle()  # entries counted as waiting were in the last batch or were cancelled
             changed.wait_for(lambda: self._closed or self._texts(lanes), timeout_s)
             if self._abandoned or (self._closed and not self._texts(lanes)):
                 return None

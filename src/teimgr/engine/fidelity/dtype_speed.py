@@ -1,7 +1,7 @@
-"""What `dtype = "auto"` tries first on a CPU: the types in which a layer runs here, their measured speed, the reason.
+"""Chooses what `dtype = "auto"` tries first on a CPU, by the instruction set and the measured speed of a layer.
 
-The instruction set suggests which type is faster, and the measurement of a layer overrules it only by a margin
-that no other load on the machine makes up: a model keeps its type, and the precision of its space, from start to start.
+The measurement overrules the instruction set only by a margin larger than any effect of other load on the machine. So a
+model keeps its type, and the precision of its space, across restarts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from teimgr.engine.native_library import BFLOAT16_LEVEL, LEVELS, native_forward_
 _TOKENS = 64
 _RUNS = 8
 _MIN_RUNS = 3
-_LIMIT_S = 0.02  # of all runs
-_WIDTHS = 64, 512  # of a measured layer at least, at most: wider ones take longer to make than to measure
+_LIMIT_S = 0.02  # for all runs
+_WIDTHS = 64, 512  # limits of a measured layer; wider ones take longer to create than to measure
 _WIDTH_UNIT = 16
-_CLEAR = 1.5  # what overrules the instruction set towards 16 bits; towards float32 it is enough that they are slower
+_CLEAR = 1.5  # speed-up that overrules the instruction set in favour of 16 bits; float32 only has to be faster
 
 
-# Keys of a configuration whose layers send each token to some of several experts.
+# Configuration keys of models whose layers send each token to some of several experts.
 _EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
 _BFLOAT16_OF_TORCH = "amx_bf16", "avx512_bf16"  # instructions by which torch multiplies it
 
@@ -42,7 +42,7 @@ _BFLOAT16_OF_TORCH = "amx_bf16", "avx512_bf16"  # instructions by which torch mu
 class Preference:
     """The dtype to try first, why, and the microseconds of a layer of 64 tokens on one thread, by the name of a dtype.
 
-    A type without a figure does not run on this machine. None: no time was measured.
+    A type without an entry does not run on this machine. None means that it was not measured.
     """
 
     dtype: torch.dtype
@@ -67,7 +67,7 @@ def risk_of_fewer_bits(model: Model) -> str | None:
 def preference(model: Model) -> Preference:
     """Return the dtypes to try first for `model`."""
     if isinstance(model.backbone, StaticTable):
-        return Preference(torch.float32, "rows of a table are looked up, not computed", {})
+        return Preference(torch.float32, "a static table is not computed", {})
     if (risk := risk_of_fewer_bits(model)) is not None:
         return Preference(torch.float32, f"{risk} in fewer bits, which the known texts may not show", {})
     wanted = int(getattr(model.backbone.config, "hidden_size", 0) or _WIDTHS[1])

@@ -1,7 +1,7 @@
-"""The choice of dtype and batching at load, each verified on known inputs.
+"""Chooses dtype and batching at load, each verified on known inputs.
 
-The reference is the library's own float32 forward of one input at a time. Packed batching is used only if it gives the
-same results (T5 accepts a packed row and is silently wrong), and a faster dtype only if it stays close enough.
+The reference is the library's own float32 forward of one input at a time. Packed batching is used only if its results
+are the same (T5 accepts a packed row and is silently wrong), and a faster dtype only if it is close enough.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from teimgr.spec import Kind
 
 log = logging.getLogger(__name__)
 
-# A dtype is accepted with cosines to float32 from here on, and with scores that differ by no more.
+# A dtype is accepted with at least these cosines to float32, and at most this difference of scores.
 MIN_COSINE = 0.9995
 _MAX_SCORE_DIFFERENCE = 1e-2
-# A dtype that the user chose is refused only if it is plainly broken; eight bits are further off.
+# A requested dtype is refused only if it is clearly broken; int8 deviates more.
 _REQUESTED_COSINE = {torch.int8: 0.98}
 MIN_REQUESTED_COSINE = 0.99
 _REQUESTED_SCORE_DIFFERENCE = 0.1
 _EXACT_DIFFERENCE = 2e-5  # of vectors of length 1
 _EXACT_SCORE_DIFFERENCE = 1e-5
-# The bound on the error of a packed text, as a multiple of its error in 16 bits against float32: two results that are
-# each rounded are up to twice as far from each other, and a cosine falls with the square of that.
+# Limit of a packed text's error, as a multiple of its error in 16 bits against float32: two rounded results differ by
+# up to twice that error, and the cosine falls with its square.
 _OF_ROUNDING = 4.0
 _LONG_TEXT_WORDS = 300
 
-# Known texts: lengths from one word to many, in several scripts, to reveal wrong positions or masks. The longest have
-# some 80 tokens; `probe_texts` adds a longer one for models with a sliding window.
+# Known texts of one to many words in several scripts, to reveal wrong positions or masks. The longest have some 80
+# tokens; `probe_texts` adds a longer one for models with a sliding window.
 PROBE_TEXTS = (
     "yes",
     "The quick brown fox jumps over the lazy dog.",
@@ -119,7 +119,7 @@ def compare(results: Sequence[ProbeResult], reference: Sequence[ProbeResult]) ->
     """
     cosines: list[float] = [1.0]
     differences, score_differences = [0.0], [0.0]
-    # Of a token classifier the logits of tokens are scores; no other model has these alone.
+    # Only token classifiers have TOKENS as their only output; it is their scores.
     scores = Output.TOKENS if all(known.keys() == {Output.TOKENS} for known in reference) else Output.SCORES
     largest_score = max((float(t[scores].abs().max()) for t in reference if scores in t), default=1.0)
     for ours, theirs in zip(results, reference, strict=True):
@@ -134,7 +134,7 @@ def compare(results: Sequence[ProbeResult], reference: Sequence[ProbeResult]) ->
                 differences.append(_largest(unit - true_unit))
                 if output is not Output.TOKENS:
                     cosine = functional.cosine_similarity(here.double(), there.double())
-                    cosine = cosine.masked_fill((here == there).all(dim=1), 1.0)  # of zero rows too
+                    cosine = cosine.masked_fill((here == there).all(dim=1), 1.0)  # also for zero rows
                     cosines.append(float(cosine.nan_to_num(-1.0).mean()))
     known = cosines[1:] or cosines
     return Closeness(sum(known) / len(known), min(known), max(differences), max(score_differences))
@@ -209,13 +209,12 @@ def probe_inputs(layout: Layout, tokenizer: TextTokenizer) -> list[Encoded]:
     results = [result for inputs, options in probes for result in tokenizer.encode(inputs, options)]
     encoded = [result for result in results if isinstance(result, Encoded)]
     if not encoded:
-        raise ModelLoadFailed("the tokenizer fails on every known text")
+        raise ModelLoadFailed("the tokenizer fails on all known texts")
     return encoded
 
 
 class Load(Protocol):
-    """Loads the model. If `is_known`, it takes the shortest way, as the model is compared with results of an earlier
-    load."""
+    """Loads the model, in the shortest way if `is_known`: it is then compared with results of an earlier load."""
 
     def __call__(self, *, is_known: bool = False) -> Model: ...
 
@@ -236,7 +235,7 @@ def choose(
         if (found := _choose_known(load(is_known=True), wanted, inputs, known)) is not None:
             return found
         cache.discard()
-        gc.collect()  # as below
+        gc.collect()
     model = load()
     reference = finite_reference(model, inputs)
     why, types = None, [wanted or torch.float32]
@@ -248,7 +247,7 @@ def choose(
     for dtype in types:
         for choose_way in (_choose_native, *([_choose_batching] if _has_other_ways(dtype, wanted) else [])):
             if not is_fresh:
-                del model  # before the next is loaded: there may be no room for two
+                del model  # memory may have no room for two
                 gc.collect()  # modules are in reference cycles
                 model = load()
             try:
@@ -271,7 +270,7 @@ def choose(
 
 def _has_other_ways(dtype: torch.dtype, wanted: torch.dtype | None) -> bool:
     """True if torch's operators compute in a dtype that was requested, or that a layer was measured in."""
-    if wanted is None:  # on some CPUs bfloat16 is fast in the native forward alone
+    if wanted is None:  # on some CPUs bfloat16 is fast only in the native forward
         return dtype is torch.float32 or prepacking_works(dtype)
     return dtype is not torch.int8
 
@@ -287,7 +286,7 @@ def _choose_known(
     try:
         choice = _choose_native(model, dtype, inputs, known.results, requested=wanted is not None)
     except (CannotLowerError, ValueError) as refusal:
-        log.info("the reference of an earlier load does not serve: %s", refusal)
+        log.info("the reference of an earlier load cannot be used: %s", refusal)
         return None
     return (model, replace(choice, why=known.why, refused=known.refused)) if isinstance(choice, Choice) else None
 
@@ -338,10 +337,10 @@ def first_batching(
             if not close_enough(close, dtype, requested):
                 why = f"in {dtype} is refused: {close}"
             elif not _keeps_texts_apart(model, dtype, inputs, reference):
-                why = f"in {dtype} is refused: a text's results depend on the texts beside it"
+                why = f"in {dtype} is refused: a text's results depend on the other texts of its batch"
             else:
                 return Choice(dtype, batching, close)
-        # On a GPU the next way takes many more launches: layers times the different lengths of a batch.
+        # On a GPU the next batching takes many more launches: layers times the different lengths of a batch.
         is_slow = gpu.is_gpu(device) and batching is Batching.VARLEN
         log.log(logging.WARNING if is_slow else logging.INFO, "%s batching %s", batching.value, why)
     return close

@@ -1,8 +1,8 @@
-"""Reference results of models, kept in files between loads, so that a restarted worker need not compute them again.
+"""Cache of models' reference results in files, so that a restarted worker does not compute them again.
 
 The fidelity gate compares every load with the library's own float32 forward of known texts, which takes a third of a
-small model's load. Those results are the same each time for the same files, so the first load of a model stores them.
-The comparison itself is made at every load, and if it fails the reference is computed again.
+small model's load. Its results depend only on the files, so the first load of a model stores them. The comparison is
+made at every load; if it fails, the reference is computed again.
 
 A file is a line of JSON (digest, dtype, the reason of `auto`) followed by tensors in safetensors' format.
 """
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 MAX_FILES = 32
 MAX_BYTES = 2 * 1024 * 1024
-"""The most bytes of a file; larger results are not kept."""
-_MAX_MODEL_FILES = 1000  # a folder with more is not a model's alone, and looking at all takes too long
+"""The most bytes of a file; larger results are not stored."""
+_MAX_MODEL_FILES = 1000  # a folder with more has other things than a model, and reading all their states takes too long
 _FORMAT = 3
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SUFFIX = ".reference"
@@ -65,7 +65,7 @@ class ReferenceCache:
         if (content := self._file.read()) is None:
             return None
         if (known := _parsed(content)) is None:
-            log.warning("damaged reference results: %s", self._file.path)
+            log.warning("reference results are corrupt and ignored: %s", self._file.path)
         return known
 
     def write(self, known: KnownReference) -> None:
@@ -90,7 +90,7 @@ def reference_key(layout: Layout, dtype: str, inputs: Sequence[Encoded]) -> str 
         found = identities(folders, _MAX_MODEL_FILES)
         engine = [identity(path) for path in files_of(Path(__file__).parent.parent) if not path.endswith(".pyc")]
     except OSError as error:
-        log.info("no reference results are kept: %s", error)
+        log.info("reference results are not stored: %s", error)
         return None
     library = native_library()
     facts = (
@@ -113,7 +113,7 @@ def _content(known: KnownReference) -> bytes:
         for place, result in enumerate(known.results)
         for output, rows in result.items()
     }
-    payload = safetensors.numpy.save(tensors)  # torch's form refuses results that share memory
+    payload = safetensors.numpy.save(tensors)  # safetensors.torch refuses results that share memory
     why = None if known.why is None else [_name(known.why.dtype), known.why.reason, known.why.layer_us]
     header: dict[str, object] = {"inputs": len(known.results), "dtype": _name(known.dtype), "why": why}
     header["refused"] = known.refused

@@ -1,17 +1,16 @@
-"""CUDA graphs of the forward: a batch is one launch instead of some 170, which take longer than they run.
+"""CUDA graphs of the forward: a batch is one launch instead of some 170, which take longer than their execution.
 
 On an H200's host a layer of BERT takes a millisecond to launch kernel by kernel, and 0.4 ms to run with 16,384 tokens
-(`bench card`, step forward): so graphs are for bulk too, up to `most_tokens` of a model's width.
+(`bench card`, step forward). So graphs are used for bulk too, up to `most_tokens` of a model's width.
 
-A graph is for a `Bucket` of batches; smaller ones are filled up with idle tokens behind the last text and with empty
-texts. When its bucket is asked for the third time, or before any is (`prepare`), it is captured by another thread, for
-which the engine's thread never waits, and serves once it has given the results of the forward itself for that batch and
-for another one. What fails before ends the use of graphs alone.
+A graph serves a `Bucket` of batches; smaller batches are filled with idle tokens after the last text and with empty
+texts. Another thread captures it when its bucket is requested for the third time, or in advance (`prepare`); the
+engine's thread does not wait. The graph is used once its results equal those of the forward for that batch and for
+another one. A failure before that only ends the use of graphs.
 
-What the capturing thread computes, it launches on the stream that the engine uses, between the engine's batches: graphs
-share the memory of intermediate results, so no two may run at a time. Only the capture, which runs nothing, has a
-separate stream. A graph's inputs and result are outside of the shared memory, so that a launch is all that must not
-be interrupted.
+The capturing thread launches its work on the engine's stream, between the engine's batches: graphs share the memory of
+intermediate results, so only one may run at a time. Only the capture, which executes nothing, has a separate stream. A
+graph's inputs and result are outside of the shared memory, so only a launch must not be interrupted.
 """
 
 from __future__ import annotations
@@ -40,22 +39,21 @@ log = logging.getLogger(__name__)
 MAX_TOKENS = 32_768
 MIN_MOST_TOKENS = 4096
 _SMALL_WORK = MAX_TOKENS * 1024**2  # tokens × width²: a larger layer runs longer than its launches take
-_LARGE = 4096  # tokens: beyond, the kernels take as long as the launches
-# Of all large graphs, each of which keeps a result, and of all small ones: large ones leave room for these.
+_LARGE = 4096  # tokens above which the kernels take as long as the launches
+# Limits of tokens of all large graphs, each of which keeps a result, and of all small ones.
 _MAX_LARGE_TOKENS, _MAX_SMALL_TOKENS = 2 * GRAPH_TOKENS // 3, GRAPH_TOKENS // 3
 _MIN_TOKENS = 16
 _MIN_LONGEST = 64
 _QUERY_LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_CAPTURED_AT = 3  # the use of a bucket
-_MAX_GRAPHS = 64  # small ones, and as many large ones
+_CAPTURED_AT = 3  # requests for a bucket
+_MAX_GRAPHS = 64  # of small ones, and of large ones
 _LOWEST_COSINE, _LOWEST_MEAN_COSINE = 0.99, 0.999  # of tokens' hidden states; a row's length changes the order of sums
 
 _Row = TypeVar("_Row", Tensor, NDArray[np.int64])
 
 
 class Bucket(NamedTuple):
-    """The shape of a graph: batches have at most `tokens` and `texts`, none longer than `longest`; `typed` ones
-    have token types."""
+    """The shape of a graph: limits of tokens, of texts and of the longest text; with token types if `typed`."""
 
     tokens: int
     texts: int
@@ -79,7 +77,7 @@ Forward = Callable[[RowInputs], Tensor]
 
 
 class Capture(Protocol):
-    """Captures what a function launches; gives what launches it again."""
+    """Captures the launches of a function, and returns a function that repeats them."""
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
         """Raises RuntimeError: torch's own."""
@@ -87,24 +85,24 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA's. All graphs share one pool of memory, as no two of them run at a time."""
+    """Capture by CUDA. All graphs share one memory pool, since only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
-        # What libraries load and allocate at their first use must not be in the graph. On the engine's stream: what
-        # runs on that of captures would use cuBLAS's work space at the same time as graphs do.
+        # First run: what libraries load and allocate must not be in the graph. On the engine's stream, because work on
+        # the capture stream would use cuBLAS's work space at the same time as graphs.
         body()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            # Other threads call CUDA meanwhile. torch.cuda.graph would wait for the device and empty the cache.
+            # "thread_local": other threads call CUDA. torch.cuda.graph would wait for the device and empty the cache.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 body()
             except BaseException:
-                with suppress(RuntimeError):  # a consequence: the cause is what the body raised
+                with suppress(RuntimeError):  # a consequence of the body's exception
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -120,8 +118,8 @@ def bucket_of(batch: PackedBatch, most: int = MAX_TOKENS) -> Bucket | None:
     """The smallest bucket for a batch; None for more than `most` tokens, or texts that do not see all of theirs."""
     if batch.keys is not None or batch.tokens > most:
         return None
-    # Idle tokens cost as much as others, places of texts next to nothing: large buckets are fine in the one and coarse
-    # in the other, so that there are few.
+    # Idle tokens cost as much as others, empty texts almost nothing: large buckets have fine steps of tokens and coarse
+    # ones of texts, so that they are few.
     tokens, step = _rounded(batch.tokens, _MIN_TOKENS), 2 if batch.tokens > _LARGE else 1
     texts, longest = _power(batch.texts, step=step), _power(batch.max_seqlen, step * _MIN_LONGEST, step)
     return Bucket(tokens, texts, longest, batch.type_ids is not None)
@@ -143,7 +141,7 @@ def host_row(batch: PackedBatch, bucket: Bucket, offset: int) -> NDArray[np.int6
 
 
 class ForwardGraphs:
-    """Graphs of one forward for batches of up to `most` tokens; `hidden` is called by one thread at a time. `offset` is
+    """Graphs of one forward for batches of up to `most` tokens; only one thread at a time calls `hidden`. `offset` is
     that of positions."""
 
     def __init__(
@@ -156,13 +154,13 @@ class ForwardGraphs:
         self._capture = capture
         self._uses: Counter[Bucket] = Counter()
         self._graphs: dict[Bucket, _Graph] = {}
-        self._asked: set[Bucket] = set()  # in use, or waiting for their capture
+        self._asked: set[Bucket] = set()  # captured or waiting for their capture
         self._waiting: deque[tuple[Bucket, PackedBatch]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_capturing = False
-        self._is_used = True  # False after a failure, and once closed
-        self._fault: Exception | None = None  # a lasting one of the device
+        self._is_used = True  # False after a failure, and after `close`
+        self._fault: Exception | None = None  # a permanent fault of the device
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -244,7 +242,7 @@ class ForwardGraphs:
                 low, mean = self._closeness(graph, proof)
                 if low < _LOWEST_COSINE or mean < _LOWEST_MEAN_COSINE:
                     raise ValueError(f"its results differ: cosines {low:.4f} at least, {mean:.4f} on average")
-        except Exception as error:  # of any kind: the forward itself serves as before
+        except Exception as error:  # of any type: the forward is used without graphs
             if gpu.fault_of(error, self._device):
                 self._fault = error
             with self._changed:
@@ -270,7 +268,7 @@ class _Graph:
         self._bucket = bucket
         self._row = torch.zeros(_row_numbers(bucket), dtype=torch.int64, device=device)
         inputs = _inputs(self._row, bucket)
-        # Of the forward's shape and type, which a first run shows; not from the memory that graphs share.
+        # A first run has the forward's shape and type. Allocated outside of the memory that graphs share.
         self._result = torch.empty_like(forward(inputs))
         self._replay = capture(lambda: self._keep(forward(inputs)))
 

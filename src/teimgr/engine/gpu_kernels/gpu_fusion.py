@@ -1,9 +1,9 @@
-"""Layers of a library's model fused for a GPU, whatever the architecture: fewer launches, and less memory traffic.
+"""Fuses layers of any library model for a GPU: fewer launches and less memory traffic.
 
-Query, key and value of an attention are one product. A linear layer and its GELU are one operator: cuBLAS applies the
-activation before it writes a result, in its approximation by tanh, which differs by 0.0005 at most. A residual add and
-the layer normalisation behind it, or an RMSNorm, are one kernel where Triton is installed (`norm_kernel`). The fidelity
-gate tries the fused model first, then it without that kernel, and the plain one where its results stray.
+Query, key and value of an attention become one product. A linear layer and its GELU become one operator: cuBLAS applies
+the activation, approximated by tanh with an error of at most 0.0005, before it writes a result. A residual add and the
+next layer normalisation, or an RMSNorm, become one kernel if Triton is installed (`norm_kernel`). The fidelity gate
+tries the fused model first, then without that kernel, then the plain model.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _shared(layers: Sequence[nn.Module | None]) -> SharedProjection | None:
 
 
 class _Product(threading.local):
-    """The state of one thread: the input of a product, and its parts that were not requested yet."""
+    """One thread's state: the input of a product, and its parts that were not requested yet."""
 
     def __init__(self) -> None:
         self.input: Tensor | None = None
@@ -126,8 +126,8 @@ class _Product(threading.local):
 class SharedProjection(nn.Module):
     """Linear layers of one input as one product; each part is a view of its columns.
 
-    The product is kept from the first part that is asked for to the last, and made again for another input. Threads
-    that run the model at the same time have their own products.
+    The product is kept from the first requested part to the last, and computed again for another input. Each thread
+    that runs the model has its own products.
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:

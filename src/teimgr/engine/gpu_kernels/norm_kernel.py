@@ -19,15 +19,15 @@ from teimgr.engine import gpu
 try:
     import triton
     import triton.language as tl
-except ImportError:  # an installation for CPUs has none
+except ImportError:  # an installation for CPUs
     triton = tl = None
 
 log = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16)
-_WIDEST = 8192  # a row is one block
+_WIDEST = 8192  # numbers per row, which is one block
 _TRIED_ROWS = 3
-_FARTHEST = 0.02  # from torch's own float32 result, whose numbers are about 1
+_FARTHEST = 0.02  # largest difference from torch's float32 result, whose numbers are about 1
 
 
 class NormShape(NamedTuple):
@@ -47,7 +47,7 @@ An RMSNorm has no bias.
 """
 
 if triton is not None:
-    # Without annotations of other arguments: Triton reads them.
+    # Other arguments have no annotations, because Triton reads them.
     @triton.jit  # type: ignore[untyped-decorator]
     def _norm_row(  # type: ignore[no-untyped-def]
         x, residual, weight, bias, out, width, eps,
@@ -106,7 +106,7 @@ def eager_norm(
 
 
 class Norms:
-    """A kernel, and for which shapes it works on a device: each is tried, and compared with torch's, before use."""
+    """A kernel, and the shapes for which it works on a device: each is compared with torch before use."""
 
     def __init__(self, kernel: NormRows, device: torch.device) -> None:
         self.kernel = kernel
@@ -133,13 +133,13 @@ class Norms:
             farthest = float(
                 (self.kernel(*given).float() - eager_norm(*given).float()).abs().max().nan_to_num(torch.inf)
             )
-        except Exception as refusal:  # of any kind: a compiler that is missing, a version that takes other arguments
+        except Exception as refusal:  # of any type: a missing compiler, a version with other arguments
             if isinstance(refusal, RuntimeError):
                 gpu.raise_if_the_devices(refusal, self._device)
             log.warning("no kernel for %s: %s", shape, refusal)
             return False
         if farthest > _FARTHEST:
-            log.warning("the kernel for %s is off by %.2g", shape, farthest)
+            log.warning("the kernel for %s is not used: it differs from torch by %.2g", shape, farthest)
         return farthest <= _FARTHEST
 
 

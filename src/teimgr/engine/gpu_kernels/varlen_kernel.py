@@ -1,7 +1,7 @@
-"""Attention of packed rows on GPUs: torch's flash attention for texts of unequal length, all of a row in one call.
+"""Attention of packed rows on GPUs: one call of torch's flash attention for all texts of a row, of unequal length.
 
-The operator is called, not `torch.nn.attention.varlen.varlen_attn` above it: that one takes grouped heads and a number
-of splits only after torch 2.11, and adds 30 µs and a kernel to every call. The operator's schema shows what it takes.
+It calls the operator instead of `torch.nn.attention.varlen.varlen_attn`, which takes grouped heads and a number of
+splits only after torch 2.11, and adds 30 µs and a kernel to every call. The operator's schema lists its arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NEEDED = frozenset({"cum_seq_q", "cum_seq_k", "max_q", "max_k", "scale", "windo
 class Borders(NamedTuple):
     """Borders of the texts among the queries and among the keys, int32 [N + 1] on the device, and the longest of each.
 
-    Texts may be empty: rows of a fixed number of texts end in such.
+    Texts may be empty: they fill rows with a fixed number of texts.
     """
 
     queries: Tensor
@@ -40,7 +40,7 @@ class VarlenKernel:
         if missing := sorted(_NEEDED - taken):
             raise ValueError(f"flash attention of this torch has no {', '.join(missing)}")
         self._operator: Callable[..., Any] = operator
-        # A text's keys are never split, so that its result does not depend on the batch; earlier versions never do it.
+        # One split of a text's keys, so that its result does not depend on the batch. Earlier versions never split.
         self._fixed = {"num_splits": 1} if "num_splits" in taken else {}
 
     def __call__(

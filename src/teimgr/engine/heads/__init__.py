@@ -2,7 +2,7 @@
 
     pooling        one vector per text, also as the mean of rows of an embedding table; dimensions and norm by request
                    (`finish`)
-    projections    the Dense, LayerNorm and Normalize modules behind a pooling or every token
+    projections    the Dense, LayerNorm and Normalize modules after a pooling or every token
     splade         a weight per vocabulary entry, from a masked-LM head
     multi_vector   late interaction: a projected vector per kept token; BGE-M3's sparse weights and token vectors; the
                    vectors at the marks of a listwise reranker's prompt
@@ -24,17 +24,17 @@ from torch import Tensor
 from teimgr.engine.batching.batch import PackedBatch, to_device
 
 
-@dataclass(slots=True)  # not frozen, which would cost each query half a microsecond
+@dataclass(slots=True)  # `frozen` would cost half a microsecond per query
 class Rows:
     """The results of N texts, in the batch's own order, on the device.
 
-    Where every text has one row of fixed width, `values` is [N, width] and `offsets` None (DENSE, SCORES). Else text i
-    has `values[offsets[i] : offsets[i + 1]]`, with `offsets` int64 [N + 1]: rows of [*, width] (TOKENS,
+    If every text has one row of fixed width, `values` is [N, width] and `offsets` None (DENSE, SCORES). Otherwise text
+    i has `values[offsets[i] : offsets[i + 1]]`, with `offsets` int64 [N + 1]: rows of [*, width] (TOKENS,
     MULTI_VECTOR), or single numbers [*] whose positions are in `indices`, int64 [*] ascending within a text (SPARSE).
-    `values` are float32, or in the model's dtype where they are only converted later (TOKENS).
+    `values` are float32, or in the model's dtype if they are converted later (TOKENS).
 
-    SPARSE rows may have idle numbers behind the last text. Where only the device knows how many numbers there are,
-    `offsets` may end beyond them: then `whole` gives all, and waits for the device.
+    SPARSE rows may have unused numbers after the last text. If their number is only on the device, `offsets` may end
+    beyond `values`; then `whole` waits for the device and returns all.
     """
 
     values: Tensor

@@ -1,7 +1,7 @@
 """`LibraryHead`: the head of a model of the transformers library, run separately on hidden states.
 
-No architecture's head is reimplemented: the model's own forward runs, with a stub in place of its backbone that returns
-the given states. A trial at load compares the result with that of the whole model.
+No head is reimplemented: the model's own forward runs, with a stub in place of its backbone that returns the given
+states. A trial at load compares the result with that of the whole model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from teimgr.engine import gpu
 from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 
 _TRIAL_LENGTHS = (3, 5, 5)
-_TOLERANCE = 1e-4  # between float32 logits, relative to the largest; the row of a wrong token differs far more
+_TOLERANCE = 1e-4  # between float32 logits, relative to the largest; those of a wrong token differ far more
 _ROW_STEP = 8  # oneDNN creates and caches a kernel per number of rows
 
 
 class LibraryHead:
-    """The part of a transformers `module` after its backbone; `module` is unchanged between calls. Calls from several
-    threads run one after the other, since the module has one stub.
+    """The part of a transformers `module` after its backbone; `module` is unchanged between calls. Calls of several
+    threads are serialised, since the module has one stub.
 
     Raises:
         ValueError: the class does not keep its backbone under `base_model_prefix`.
@@ -44,7 +44,7 @@ class LibraryHead:
         self._stubbed = threading.Lock()
         config = module.config.get_text_config()
         if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = -1  # an id that no token has: decoders refuse batches without a padding id
+            config.pad_token_id = -1  # an unused id: decoders refuse batches without a padding id
 
     def texts(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Map texts of equal length, [texts, length, H], to float32 [texts, labels]; `ids` are for heads that use

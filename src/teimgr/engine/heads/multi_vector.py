@@ -57,7 +57,7 @@ def offsets(kept: NDArray[np.bool_] | None, batch: PackedBatch) -> NDArray[np.in
 
 
 class M3SparseHead:
-    """BGE-M3's sparse weights: relu(linear(hidden)) per token, the maximum per id; `unused_ids` have none."""
+    """BGE-M3's sparse weights: relu(linear(hidden)) per token, the maximum per id; `unused_ids` get no weight."""
 
     def __init__(self, linear: nn.Linear, unused_ids: tuple[int, ...], vocabulary: int) -> None:
         self.width = vocabulary

@@ -73,8 +73,7 @@ def pool(hidden: Tensor, batch: PackedBatch, poolings: Sequence[str]) -> Tensor:
     library = native_library()
     is_plain = hidden.dtype is torch.float32 and not gpu.is_gpu(hidden.device) and hidden.is_contiguous()
     if library is not None and tuple(poolings) == ("mean",) and batch.prompt_lens is None and is_plain:
-        # One call instead of ten, which take a quarter of a millisecond after a forward, since it leaves nothing else
-        # in the caches.
+        # One call instead of ten, which take a quarter of a millisecond with cold caches after a forward.
         pooled = torch.empty(batch.texts, hidden.shape[1])
         begins = address(batch.cu_seqlens)
         library.pool_mean(hidden.data_ptr(), len(hidden), begins, batch.texts, hidden.shape[1], pooled.data_ptr())
@@ -156,7 +155,7 @@ def finish(
     norms = np.sqrt(np.einsum("nd,nd->n", cut, cut, dtype=np.float64))
     norms[norms == 0.0] = 1.0
     scaled = np.empty(cut.shape, np.float32)
-    np.divide(cut, norms[:, None], out=scaled, casting="same_kind")  # divided in float64, without an array of float64
+    np.divide(cut, norms[:, None], out=scaled, casting="same_kind")  # divides in float64 without an array of float64
     return scaled
 
 
@@ -172,14 +171,14 @@ def finish_on_device(vectors: Tensor, dimensions: int | None, normalize: bool, r
     return (cut / norms.where(norms != 0.0, 1.0)).float()
 
 
-_SUM, _MEAN = 0, 1  # for `torch.embedding_bag`, whose wrapper in `functional` takes some microseconds
+_SUM, _MEAN = 0, 1  # of `torch.embedding_bag`; its wrapper in `functional` takes some microseconds
 
 
 class TableMeanHead:
-    """Mean pooling over an embedding table and `projections`, in float32; token rows are never written, so `hidden` is
+    """Mean pooling over an embedding table and `projections`, in float32, without materialising token rows: `hidden` is
     unused.
 
-    `mapping` and `weights` are those of `StaticTable`, `width` that of a vector behind the projections.
+    `mapping` and `weights` are those of `StaticTable`, `width` that of a vector after the projections.
     """
 
     def __init__(

@@ -106,8 +106,8 @@ def width_behind(projections: Sequence[Projection], width: int) -> int:
         try:
             with torch.inference_mode():
                 return int(layers(torch.ones(1, width)).shape[-1])
-        except Exception as error:  # any error: it is the model's own code
-            raise ModelLoadFailed(f"the modules behind the pooling fail: {type(error).__name__}: {error}") from error
+        except Exception as error:  # of any type, from the model's own code
+            raise ModelLoadFailed(f"the modules after the pooling fail: {type(error).__name__}: {error}") from error
     for projection in projections:
         if isinstance(projection, Normalize | OwnModule):
             continue
@@ -125,17 +125,17 @@ def _load(projection: Projection) -> nn.Module:
         return _own_module(projection)
     if not isinstance(projection, Dense | LayerNorm):
         return NormalizeLayer()
-    with torch.device("meta"):  # its config.json may name any size; memory is allocated by the files
+    with torch.device("meta"):  # config.json may name any size: memory is allocated by the sizes in the files
         layer = DenseLayer(projection) if isinstance(projection, Dense) else LayerNormLayer(projection)
     folder = projection.path
     names = tuple(f"{name}." for name, _ in layer.named_children())
     given = {_named(projection, key): value for key, value in read_weights(folder).items()}
-    if not _is_module(folder):  # skip the weights of the transformer in the same file
+    if not _is_module(folder):  # the file also has the transformer's weights
         given = {key: value for key, value in given.items() if key.startswith(names)}
     if unused := sorted(given.keys() - layer.state_dict().keys()):
         raise ModelLoadFailed(
             f"the weights of the module {folder.name} do not fit: the files have {', '.join(unused[:_NAMED_WEIGHTS])}, "
-            "which its config.json has no place for"
+            "which its config.json does not declare"
         )
     for key, expected in layer.state_dict().items():
         found = given.get(key)
@@ -181,7 +181,7 @@ def _own_module(module: OwnModule) -> OwnModuleLayer:
         if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
             given = {key: value for key, value in given.items() if key in parameters}
         return OwnModuleLayer(kind.load(str(module.root), **given))
-    except Exception as error:  # any error: it is the model's own code
+    except Exception as error:  # of any type, from the model's own code
         raise ModelLoadFailed(f"{module.code} of modules.json fails: {type(error).__name__}: {error}") from error
 
 

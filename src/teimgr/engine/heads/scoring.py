@@ -33,7 +33,7 @@ def _rows(hidden: Tensor, batch: PackedBatch, token_of: TokenOf) -> Tensor:
 
 
 class CausalHead:
-    """Returns the log-odds of two tokens after a text, or one token's logit; `decode` maps [n, H] to logits [n, 2]."""
+    """The log-odds of two tokens after a text, or one token's logit; `decode` maps [n, H] to logits [n, 2]."""
 
     def __init__(self, decode: Callable[[Tensor], Tensor]) -> None:
         self.width = 1
@@ -49,7 +49,7 @@ class CausalHead:
 
 
 class FirstToken(nn.Module):
-    """An encoder-decoder that scores its inputs: the log-odds of two tokens as the first that it generates.
+    """An encoder-decoder that scores its inputs by the log-odds of two tokens as the first generated one.
 
     Its `logits` are [texts, 1].
     """
@@ -62,7 +62,7 @@ class FirstToken(nn.Module):
         self._tokens = (score.true_token_id, score.false_token_id)
         start = getattr(module.config, "decoder_start_token_id", None)
         if start is None or max(one for one in (*self._tokens, start) if one is not None) >= module.config.vocab_size:
-            raise ModelLoadFailed(f"the model has no output for the tokens {self._tokens} behind its first, {start}")
+            raise ModelLoadFailed(f"the model has no output for the tokens {self._tokens} after its first, {start}")
         self._start = int(start)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -109,7 +109,7 @@ def keep_two_tokens(module: Any, score: CausalRerank) -> None:
     module.set_output_embeddings(few)
     logits = module(input_ids=ids).logits[0]
     if logits.shape != reference.shape or not torch.allclose(logits, reference, rtol=1e-4, atol=1e-4):
-        raise ModelLoadFailed("the logits of two tokens cannot be had without those of all others")
+        raise ModelLoadFailed("the logits of two tokens cannot be computed without those of all others")
 
 
 class SequenceHead:
@@ -188,7 +188,7 @@ def activate(logits: NDArray[np.float32], activation: str) -> NDArray[np.float32
         return logits
     wide = logits.astype(np.float64)
     if name == "sigmoid":
-        shrunk = np.exp(-np.abs(wide))  # never above 1
+        shrunk = np.exp(-np.abs(wide))  # at most 1: no overflow
         scores = np.where(wide >= 0, 1.0, shrunk) / (1.0 + shrunk)
     elif name == "softmax":
         powers = np.exp(wide - wide.max(axis=1, keepdims=True))

@@ -15,17 +15,17 @@ from teimgr.engine.heads import Rows
 from teimgr.engine.native_library import give_way
 from teimgr.models.layout import Splade
 
-# Size of the logits computed at a time. On a CPU every operation maps and unmaps larger temporaries.
+# Bytes of logits computed at a time. On a CPU, larger temporaries are mapped and unmapped by every operation.
 _CPU_BYTES = 24_000_000
 _CUDA_BYTES = 512_000_000
-_ROOM = 512  # entries per text, averaged over a batch: models have 20 to 300
+_ROOM = 512  # entries per text, on average over a batch; models have 20 to 300
 _ROW_STEP = 32  # oneDNN creates and caches a kernel per number of rows
 
 Decode = Callable[[Tensor], Tensor]
 
 
 class SpladeWeights:
-    """Pooled weights of texts, computed in groups, so that [T, vocabulary] is never materialised.
+    """Pooled weights of texts, computed in groups to avoid materialising [T, vocabulary].
 
     `decode` maps hidden states [t, H] to logits [t, vocabulary].
     """
@@ -103,8 +103,7 @@ class SpladeWeights:
 
 
 class RoutedWeights:
-    """Weights of documents by `documents`; weights of queries by `table`, float32 [vocabulary], for each of their
-    ids."""
+    """Weights of documents by `documents`, and of a query's ids by `table`, float32 [vocabulary]."""
 
     def __init__(self, documents: SpladeWeights, table: Tensor) -> None:
         self.width = documents.width
@@ -146,7 +145,7 @@ class RoutedWeights:
 class SpladeHead:
     """SPLADE weights as sparse rows; NaN entries are kept, so that they are detected.
 
-    Only the device knows how many there are. On a GPU, space for `_ROOM` entries per text is filled without waiting,
+    Their number is first known on the device. On a GPU, space for `_ROOM` entries per text is filled without waiting,
     and all weights are kept until the number has reached the host.
     """
 
@@ -166,14 +165,14 @@ class SpladeHead:
             return _nonzero(groups)
         weights = torch.cat(list(groups))
         kept = weights != 0.0
-        # The place of each kept entry; entries that are not kept, or have no room, go after the last one.
+        # The place of each kept entry; all other entries, and those without room, are put after the last one.
         room = min(weights.numel(), batch.texts * _ROOM)
         places = kept.flatten().cumsum(0).sub_(1).clamp_(max=room).masked_fill_(~kept.flatten(), room)
         columns = torch.arange(self.width, dtype=torch.int64, device=hidden.device).expand_as(weights).flatten()
         values = torch.zeros(room + 1, device=hidden.device).scatter_(0, places, weights.flatten())
         indices = torch.zeros(room + 1, dtype=torch.int64, device=hidden.device).scatter_(0, places, columns)
         offsets = functional.pad(kept.sum(dim=1).cumsum(0), (1, 0))
-        # On the host, which has memory: on a full device the search would fail and its result be lost.
+        # On the host: on a full device the search would fail and the result would be lost.
         return Rows(values[:room], offsets, indices[:room], lambda: _nonzero([weights.cpu()]))
 
 
