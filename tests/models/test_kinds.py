@@ -101,7 +101,7 @@ def test_a_language_model_is_a_reranker_where_its_card_or_the_instance_says_so(t
         (lambda folder: build("bert", folder), None, "bi-encoder", "kind 'bi-encoder' is not one of embedding, sparse"),
         (lambda folder: build("bert", folder), "middle", None, "pooling 'middle' is not one of cls"),
         (lambda folder: build("bert", folder), "splade", None, "needs a masked-LM head, and the model is BertModel"),
-        (lambda folder: build("bert", folder), None, "sparse", "no masked-LM head in BertModel"),
+        (lambda folder: build("bert", folder), None, "sparse", "BertModel has no masked-LM head"),
         (lambda folder: build("bert", folder), None, "reranker", "no head in BertModel that scores texts"),
         (lambda folder: build("bert", folder), None, "classifier", "no head in BertModel that scores texts"),
         (lambda folder: build("bert", folder), None, "multi-vector", "no projection of token vectors"),

@@ -1,7 +1,7 @@
 """Chooses CPU threads by the load of the host's workers, which all map one file with their loads.
 
 A worker uses all cores while the others are idle, and gives a part back within half a second after another begins to
-work. There are no messages: each worker writes its load into its slot of the file and reads the others'.
+work, without messages: each worker writes its load into its slot of the file and reads the others'.
 
 The file has no other processes: for these, `HelperWaits` records how long small batches wait. A step ends with its
 slowest thread, and a thread on a core shared with another process may pause for milliseconds.

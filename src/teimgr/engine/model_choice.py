@@ -1,5 +1,5 @@
 """Chooses the model of a load: its weights on the device in a dtype that the gate allows, and the tokens of a batch
-that its memory is proven to hold; with the second model if queries have a route of their own."""
+that fit its memory in a test; with a second model if queries have a separate route."""
 
 from __future__ import annotations
 

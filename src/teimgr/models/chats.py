@@ -34,7 +34,7 @@ def read_template(metadata: ModelMetadata) -> tuple[str, dict[str, Any]]:
     """Return the template that sentence_bert_config.json chooses, or the model's own, and its further arguments.
 
     Raises:
-        ModelLoadFailed: there is no template.
+        ModelLoadFailed: the model has no template.
     """
     options = dict((metadata.settings.get("processing_kwargs") or {}).get("chat_template") or {})
     for key, served in _OF_THE_CALL.items():

@@ -72,7 +72,7 @@ def _config(metadata: ModelMetadata) -> list[str]:
 
 def _settings(metadata: ModelMetadata) -> Iterator[str]:
     settings, tokenizer, weights_dir = metadata.settings, metadata.tokens.config, metadata.weights_dir
-    if metadata.chain.reader is not None:  # they are arguments of its own code
+    if metadata.chain.reader is not None:  # arguments of the reader, which is the model's code
         return
     yield from SETTINGS.warnings(_SETTINGS_FILE, settings)
     for key, known in _KWARGS.items():

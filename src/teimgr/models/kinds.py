@@ -106,10 +106,10 @@ def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
     if wanted is Kind.EMBEDDING:
         return "they describe a vector per token and no pooling" if own is Kind.MULTI_VECTOR else None
     if wanted is Kind.SPARSE:
-        return None if metadata.has_head("ForMaskedLM") else f"there is no masked-LM head in {_architecture(metadata)}"
+        return None if metadata.has_head("ForMaskedLM") else f"{_architecture(metadata)} has no masked-LM head"
     if wanted is Kind.TOKEN_CLASSIFIER:
         is_one = metadata.has_head("ForTokenClassification")
-        return None if is_one else f"there is no head in {_architecture(metadata)} that labels tokens"
+        return None if is_one else f"{_architecture(metadata)} has no head that labels tokens"
     if wanted is Kind.MULTI_VECTOR:
         return "they hold no projection of token vectors"
     if own in (Kind.RERANKER, Kind.CLASSIFIER):
@@ -118,7 +118,7 @@ def _obstacle(metadata: ModelMetadata, own: Kind, wanted: Kind) -> str | None:
         return "a language model answers yes or no to pairs, and has no labels" if is_causal(metadata) else None
     if wanted is Kind.RERANKER and writes_text(metadata) and not metadata.chain.modules:
         return None
-    return f"there is no head in {_architecture(metadata)} that scores texts"
+    return f"{_architecture(metadata)} has no head that scores texts"
 
 
 def _architecture(metadata: ModelMetadata) -> str:

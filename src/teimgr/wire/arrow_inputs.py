@@ -20,7 +20,7 @@ from teimgr.wire.arrow_tables import Keys, images_of, is_images
 from teimgr.wire.text_column import SharedTexts, TextColumn
 
 GoOn = Callable[[], None]
-"""Called between steps of a few milliseconds; raises if nobody waits for the result any more."""
+"""Called between steps of a few milliseconds; raises if the call has ended."""
 
 
 # A reader reads dictionaries again for every batch. Limit of all that is read, as a multiple of the decoded limit.

@@ -539,7 +539,7 @@ _CONTAINERS = frozenset((list, dict))
 
 
 def matched(pattern: re.Pattern[bytes], text: AnyText, at: int, limit: int) -> int:
-    """Return the end of a match at `at` that stops before `limit`; `at` if there is none."""
+    """Return the end of a match at `at` that stops before `limit`; `at` if nothing matches."""
     found = pattern.match(text, at, limit)
     return at if found is None else found.end()
 

@@ -19,8 +19,8 @@ _DECODED_BYTES = 2**17  # per step: at most a millisecond
 class TextColumn(Sequence[str | None]):
     """N texts: text i is the bytes of `data` (uint8) from `offsets[i]` to `offsets[i + 1]` (int64 [N + 1], ascending).
 
-    `nulls` (bool [N], None if there are none) marks rows without a text; their length is 0. The bytes must be valid
-    UTF-8. Immutable; a slice shares the bytes.
+    `nulls` (bool [N], or None) marks rows without a text; their length is 0. The bytes must be valid UTF-8. Immutable;
+    a slice shares the bytes.
     """
 
     __slots__ = ("_characters", "_of_each", "data", "nulls", "offsets")

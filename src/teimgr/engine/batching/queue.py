@@ -38,7 +38,7 @@ _SAMPLE_S = 0.1  # shorter batches are merged into one sample
 _SAMPLES = 32
 _MAX_AGE_S = 30.0
 _KNOWN_S = 0.05  # cache time of a throughput: computing it for every call would cost each some percent
-# With fewer samples there is no estimate: the first batches are slow, and a slow text would dominate.
+# An estimate needs this many samples: the first batches are slow, and a slow text would dominate.
 _MIN_SAMPLES = 4
 
 

@@ -183,7 +183,7 @@ class FileDecoder:
         except TeimgrError as error:
             return error
         except MemoryError:
-            return InferenceFailed(f"There is no memory to decode a {picture.format} file of {picture.nbytes:,} bytes")
+            return InferenceFailed(f"No memory is left to decode a {picture.format} file of {picture.nbytes:,} bytes")
         except Exception as error:  # any error: only this file fails
             log.exception("a file cannot be decoded")
             return InferenceFailed(f"Backend error: the file cannot be decoded: {type(error).__name__}")

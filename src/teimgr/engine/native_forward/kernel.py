@@ -180,7 +180,7 @@ def forward_kernel(
         CannotLowerError: the model computes something that is not among the steps, or the library is missing.
     """
     if native_library() is None or not native_forward_allowed():
-        raise CannotLowerError("there is no native library, or the environment forbids it")
+        raise CannotLowerError("the native library is missing, or the environment disables it")
     program = lower(trace_forward(module, options))
     return ForwardKernel(program, dtype, trained=trained), program
 

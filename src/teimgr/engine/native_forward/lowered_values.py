@@ -99,7 +99,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def recognise_activation(run: Callable[[Tensor], Tensor]) -> str:
-    """Return the name of the known activation with the values of `run`. Raises CannotLowerError if there is none."""
+    """Return the name of the known activation that computes `run`. Raises CannotLowerError for other functions."""
     grid = torch.linspace(-8, 8, 1001)
     values = run(grid)
     for name, known in _ACTIVATIONS.items():

@@ -63,7 +63,7 @@ def convert(layout: Layout) -> Tokenizer:
         return _siglip(slow, pieces)
     backend = getattr(slow, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise TypeError(f"{type(slow).__name__} has no fast form, and there is no tokenizer.json")
+        raise TypeError(f"{type(slow).__name__} has no fast form, and tokenizer.json is missing")
     return backend if pieces is None else _checked(backend, pieces)
 
 

@@ -112,8 +112,8 @@ class StreamPump:
     """Pump of a bidi stream: processes its messages concurrently within a window, and answers them in request order.
 
     `receive` reads from the client, `send` writes to it. `start` sends a message to the worker, and returns None if the
-    message gets no reply. `window` bounds the messages in flight. `unread` counts the replies that the client has not
-    read: above its limit no further message is read.
+    message gets no reply. `window` bounds the messages in flight. `unread` counts replies unread by the client: above
+    its limit no further message is read.
     """
 
     def __init__(
