@@ -194,7 +194,7 @@ async def test_a_revision_and_a_commit_are_found_by_their_names(fleet: Fleet) ->
 
 async def test_a_model_that_no_host_has_names_those_that_were_asked(fleet: Fleet) -> None:
     await fleet.tell()
-    with pytest.raises(ModelNotFound, match="no other host is in the fleet"):
+    with pytest.raises(ModelNotFound, match="the fleet has no other host"):
         await fleet.fetch()
     async with sending(fleet, "one", files={}), sending(fleet, "three", files={}):
         with pytest.raises(ModelNotFound, match=r"no other host .* has model 'somebody/tiny' \(asked: one, three\)"):
@@ -293,7 +293,7 @@ async def test_a_model_that_does_not_fit_is_not_begun(fleet: Fleet, small_disk: 
     fleet.cache.symlink_to(small_disk)
     (small_disk / "other").write_bytes(bytes(2_000_000))
     async with sending(fleet, "one"):
-        with pytest.raises(StorageFull, match=r"blobs: 3,000,0\d\d bytes of model 'somebody/tiny' are missing, and 2,"):
+        with pytest.raises(StorageFull, match=r"blobs: model 'somebody/tiny' needs 3,000,0\d\d more bytes, and 2,"):
             await fleet.fetch()
         assert list((fleet.repository / "blobs").iterdir()) == []
 
@@ -313,7 +313,7 @@ async def test_a_disk_that_becomes_full_meanwhile_gets_the_room_back(fleet: Flee
                 pass
         one.bytes_per_s = FAST
         with pytest.raises(
-            StorageFull, match=rf"{BLOB}\.incomplete: No space left .* bytes of model\.safetensors were"
+            StorageFull, match=rf"{BLOB}\.incomplete: No space left .* bytes of model\.safetensors are"
         ):
             await fetching
         assert not fleet.partial.exists()

@@ -216,7 +216,7 @@ def test_an_eight_bit_table_is_taken_without_a_scale(tmp_path: Path) -> None:
         ({"linear.weight": torch.zeros(4, 4)}, "no table"),
         ({"embeddings": torch.zeros(4, 4, dtype=torch.int32)}, "no table"),
         ({"embeddings": torch.zeros(4, 4), "mapping": torch.tensor([0, 4])}, "outside the table"),
-        ({"embeddings": torch.zeros(4, 4), "weights": torch.zeros(3)}, "as many weights"),
+        ({"embeddings": torch.zeros(4, 4), "weights": torch.zeros(3)}, "another number of weights"),
     ],
 )
 def test_a_file_without_a_sound_table_is_refused(tensors: dict[str, Tensor], reason: str, tmp_path: Path) -> None:

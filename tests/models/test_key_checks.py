@@ -154,7 +154,7 @@ def test_an_unknown_key_that_is_switched_off_is_none(bert: Path, value: object) 
         (SAVED, {"default_prompt_name": "ask"}, "default prompt 'ask', which is not among its prompts: none"),
         (SAVED, {"prompts": {"ask": 3}}, "should be texts by name"),
         (SAVED, {"prompts": ["ask"]}, "should be texts by name"),
-        (CONFIG, {"auto_map": ["modeling.Model"]}, "auto_map should name classes"),
+        (CONFIG, {"auto_map": ["modeling.Model"]}, "auto_map should map"),
         (SAVED, {"truncate_dim": -3}, "truncate_dim = -3"),
         (SAVED, {"truncate_dim": "8"}, "truncate_dim = '8'"),
     ],

@@ -102,8 +102,8 @@ def test_a_language_model_is_a_reranker_where_its_card_or_the_instance_says_so(t
         (lambda folder: build("bert", folder), "middle", None, "pooling 'middle' is not one of cls"),
         (lambda folder: build("bert", folder), "splade", None, "needs a masked-LM head, and the model is BertModel"),
         (lambda folder: build("bert", folder), None, "sparse", "BertModel has no masked-LM head"),
-        (lambda folder: build("bert", folder), None, "reranker", "no head in BertModel that scores texts"),
-        (lambda folder: build("bert", folder), None, "classifier", "no head in BertModel that scores texts"),
+        (lambda folder: build("bert", folder), None, "reranker", "BertModel has no head that scores texts"),
+        (lambda folder: build("bert", folder), None, "classifier", "BertModel has no head that scores texts"),
         (lambda folder: build("bert", folder), None, "multi-vector", "no projection of token vectors"),
         (lambda folder: build_classifier("bert", folder), None, "reranker", "3 labels, and a reranker has one"),
         (lambda folder: build_multi_vector("bert", folder), None, "embedding", "a vector per token and no pooling"),
@@ -145,7 +145,7 @@ def test_splade_on_a_model_that_scores_is_ignored_as_by_tei(tmp_path: Path, make
     layout = read_layout(make("bert", tmp_path), "splade")
 
     assert layout.kind in (Kind.RERANKER, Kind.CLASSIFIER, Kind.TOKEN_CLASSIFIER)
-    assert "pooling = 'splade' is not used" in layout.warnings[-1]
+    assert "pooling = 'splade' is ignored" in layout.warnings[-1]
 
 
 def test_heads_on_tokens_are_refused(tmp_path: Path) -> None:

@@ -52,11 +52,11 @@ def test_a_bare_transformer_of_the_bert_kind_pools_its_first_token(bert: Path) -
     ("file", "changes", "reason"),
     [
         ("config.json", {"model_type": None}, "model_type"),
-        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "no pooling on"),
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "enables no pooling"),
         ("1_Pooling/config.json", {"pooling_mode": "sum"}, "the pooling 'sum'.* is not served"),
         ("sentence_bert_config.json", {"config_kwargs": {"is_causal": False}}, "changes is_causal of config.json"),
         ("sentence_bert_config.json", {"transformer_task": "retrieval"}, "task is retrieval"),
-        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "are served for feature-extraction"),
+        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "are served only for feature-extraction"),
         ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "every text into a chat template"),
         ("sentence_bert_config.json", {"max_seq_length": "long"}, "length limit 'long'"),
     ],

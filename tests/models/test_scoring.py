@@ -203,7 +203,7 @@ def test_it_is_nothing_else(tmp_path: Path, kind: str) -> None:
     "changes", [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}]
 )
 def test_jina_reranker_v3_5_is_refused_by_name(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(ModelLoadFailed, match=r"as jina-reranker-v3\.5, whose prompt is another one"):
+    with pytest.raises(ModelLoadFailed, match=r"like jina-reranker-v3\.5, whose prompt differs"):
         read_layout(build_listwise(tmp_path, **changes))
 
 

@@ -103,8 +103,8 @@ def test_a_token_classifier_scores_no_pairs(tmp_path: Path) -> None:
     path = build_token_classifier("bert", tmp_path)
 
     for kind in ("reranker", "classifier"):
-        with pytest.raises(InvalidConfig, match="no head in BertForTokenClassification that scores texts"):
+        with pytest.raises(InvalidConfig, match="BertForTokenClassification has no head that scores texts"):
             read_layout(path, kind=kind)
     edit(path / "config.json", architectures=["BertModel"])
-    with pytest.raises(InvalidConfig, match="no head in BertModel that labels tokens"):
+    with pytest.raises(InvalidConfig, match="BertModel has no head that labels tokens"):
         read_layout(path, kind="token-classifier")

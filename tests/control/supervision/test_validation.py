@@ -83,7 +83,7 @@ def test_a_pooling_that_is_not_used_is_no_obstacle_unless_files_are_strict(tmp_p
     path = build_cross_encoder("bert", tmp_path)
     for pooling in ("mean", "splade"):  # as TEI, which compose files rely on
         check_model(orders(path, pooling=pooling))
-        with pytest.raises(InvalidConfig, match=f"pooling = '{pooling}' is not used: a model of the kind reranker"):
+        with pytest.raises(InvalidConfig, match=f"pooling = '{pooling}' is ignored: models of the kind reranker"):
             check_model(orders(path, pooling=pooling, strict_model_files=True))
 
 

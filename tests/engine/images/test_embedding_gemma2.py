@@ -55,7 +55,7 @@ def test_vectors_ids_and_pixels_are_the_librarys_in_one_mixed_call_and_alone(tmp
 def test_files_without_the_part_for_images_are_refused_with_the_way_out(tmp_path: Path) -> None:
     folder = build_embedding_gemma2(tmp_path / "model")
     edit(folder / "config.json", vision_config=None)
-    with pytest.raises(ModelLoadFailed, match=r"vision_config.*with all parts, as google/embeddinggemma-2"):
+    with pytest.raises(ModelLoadFailed, match=r"vision_config.*with all parts, like those of google/embeddinggemma-2"):
         read_layout(folder)
 
 

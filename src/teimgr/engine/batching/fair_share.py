@@ -105,7 +105,7 @@ class LengthBuckets:
         self.texts = 0
         self._by_length: dict[int, deque[QueueEntry]] = {}
         self._lengths: list[int] = []  # ascending, of non-empty buckets
-        self._by_age: deque[QueueEntry] = deque()  # taken entries leave it when they reach its head
+        self._by_age: deque[QueueEntry] = deque()  # taken entries are removed when they reach its head
 
     def put(self, entry: QueueEntry) -> None:
         bucket = self._by_length.get(entry.length)
