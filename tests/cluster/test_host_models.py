@@ -312,9 +312,7 @@ async def test_a_disk_that_becomes_full_meanwhile_gets_the_room_back(fleet: Flee
             while filler.write(bytes(4096)):
                 pass
         one.bytes_per_s = FAST
-        with pytest.raises(
-            StorageFull, match=rf"{BLOB}\.incomplete: No space left .* bytes of model\.safetensors are"
-        ):
+        with pytest.raises(StorageFull, match=rf"{BLOB}\.incomplete: No space left .* bytes of model\.safetensors are"):
             await fetching
         assert not fleet.partial.exists()
         assert fleet.has_no_snapshot()
