@@ -42,7 +42,7 @@ from teimgr.worker import http_inference as http
 from teimgr.worker import methods
 from teimgr.worker.calls import parsed
 from teimgr.worker.dialects import ollama, openai, rerank, sie, tei
-from teimgr.worker.dialects.binary_vectors import binary_reply
+from teimgr.worker.dialects.openai import binary_reply
 
 HEADER = ("call", "MiB", "longest wait, ms")
 LIMIT_MS = 20.0

@@ -57,7 +57,7 @@ LONGEST = (
     "control/supervision/test_supervisor.py",
     "docsite/test_moving.py",
     "engine/test_hostile_models.py",
-    "control/registry/test_download.py",
+    "control/registry/test_tasks.py",
     "end_to_end/test_reported_clients.py",
     "conformance/test_recording.py",
     "worker/test_process.py",

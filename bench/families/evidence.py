@@ -20,7 +20,7 @@ class Claim:
 
 
 _OWN = "models/test_own_code.py::"
-_KEYS = "models/test_key_checks.py::"
+_KEYS = "models/test_kinds.py::"
 _LIBRARY = "engine/test_library_comparison.py::"
 _LOADS = "end_to_end/test_failed_loads.py::"
 
@@ -231,9 +231,9 @@ CLAIMS = (
         "token classifiers; GLiNER by name",
         ("tokens-bert", "tokens-distilbert", "tokens-xlmr", "tokens-deberta", "tokens-modernbert", "refused-gliner"),
         (
-            "worker/test_entities.py::test_entities_are_those_of_transformers",
-            "worker/test_entities.py::test_a_text_that_is_too_long_has_the_entities_of_what_was_kept",
-            "worker/test_entities.py::test_a_gliner_is_refused_by_name",
+            "worker/test_scores.py::test_entities_are_those_of_transformers",
+            "worker/test_scores.py::test_a_text_that_is_too_long_has_the_entities_of_what_was_kept",
+            "worker/test_scores.py::test_a_gliner_is_refused_by_name",
         ),
     ),
     Claim(
@@ -241,8 +241,8 @@ CLAIMS = (
         "GGUF of Qwen3; other GGUF and quantised checkpoints by name",
         ("gguf-f32", "gguf-f16", "gguf-q8_0", "gguf-q4_0", "refused-gguf"),
         (
-            "engine/weights/test_gguf.py::test_a_file_is_the_model_that_it_was_made_of",
-            "engine/weights/test_gguf.py::test_weights_are_those_that_transformers_reads",
+            "engine/weights/test_own.py::test_a_file_is_the_model_that_it_was_made_of",
+            "engine/weights/test_own.py::test_weights_are_those_that_transformers_reads",
             "models/test_gguf_head.py::test_metadata_that_are_not_served_are_named",
             "models/test_gguf_head.py::test_hostile_heads_are_refused_before_anything_is_made_of_them",
             "models/test_directory.py::test_a_directory_of_llama_cpps_files_is_refused_by_name",
@@ -256,9 +256,9 @@ CLAIMS = (
         "tokenizers of SentencePiece alone",
         ("pieces-xlmr", "pieces-t5", "pieces-camembert"),
         (
-            "engine/text/test_converted_tokenizer.py::test_xlm_roberta_has_the_ids_of_fairseq",
-            "engine/text/test_converted_tokenizer.py::test_a_tokenizer_that_cuts_otherwise_is_refused",
-            "engine/text/test_converted_tokenizer.py::test_without_the_extra_the_hint_names_it",
+            "engine/text/test_tokenizer_library.py::test_xlm_roberta_has_the_ids_of_fairseq",
+            "engine/text/test_tokenizer_library.py::test_a_tokenizer_that_cuts_otherwise_is_refused",
+            "engine/text/test_tokenizer_library.py::test_without_the_extra_the_hint_names_it",
         ),
     ),
     Claim(

@@ -13,9 +13,8 @@ import pytest
 from tests.support.small_servers import Certificates, Daemon, serve
 
 from teimgr.client import AsyncClient, RestClient, Tls
-from teimgr.client.fleet_calls import FleetCalls
 from teimgr.client.http_replies import error_from_reply
-from teimgr.client.rest import InstanceCalls, ModelCalls
+from teimgr.client.rest import FleetCalls, InstanceCalls, ModelCalls
 from teimgr.errors import (
     DeadlineExceeded,
     Forbidden,

@@ -16,11 +16,12 @@ import pytest
 from cryptography import x509
 from tests.support.polling import eventually
 
-from teimgr.cluster import enrolment_server, node_identity
+from teimgr.cluster import enrolment_server
+from teimgr.cluster import node as node_module
 from teimgr.cluster.authority import FleetAuthority, new_request, utc_now
 from teimgr.cluster.enrolment_server import EnrolmentServer
 from teimgr.cluster.messages import Versions
-from teimgr.cluster.node_identity import renew, seconds_to_renewal
+from teimgr.cluster.node import renew, seconds_to_renewal
 from teimgr.errors import Forbidden, InvalidConfig, StorageFull, Unauthenticated, Unavailable
 from teimgr.wire.fleet_tls import (
     CLOCKS_APART_S,
@@ -46,8 +47,8 @@ def enrolment(folder: Path) -> EnrolmentServer:
 
 
 async def join(host: str, port: int, token: str, node: str, folder: Path) -> str:
-    """`node_identity.join`, with the daemon's versions."""
-    return await node_identity.join(host, port, token, FleetIdentity(folder, node), VERSIONS)
+    """`node_module.join`, with the daemon's versions."""
+    return await node_module.join(host, port, token, FleetIdentity(folder, node), VERSIONS)
 
 
 @pytest.fixture
@@ -94,10 +95,10 @@ async def test_other_versions_are_refused_by_name_and_leave_the_token_unused(
     older = replace(VERSIONS, ray="2.59.0")
 
     with pytest.raises(InvalidConfig, match=r"versions differ from the daemon's: ray 2\.60\.0 \(here 2\.59\.0\)"):
-        await node_identity.join(*server.address, token, identity, older)
-    assert await node_identity.join(*server.address, token, identity, VERSIONS) == "ray's token"
+        await node_module.join(*server.address, token, identity, older)
+    assert await node_module.join(*server.address, token, identity, VERSIONS) == "ray's token"
     with pytest.raises(InvalidConfig, match="versions differ"):
-        await node_identity.enter(*server.address, identity, older)
+        await node_module.enter(*server.address, identity, older)
     await renew(*server.address, identity)  # it goes on: a host that is updated later keeps its links
 
 
@@ -124,16 +125,16 @@ async def test_a_host_whose_clock_is_late_is_refused_by_name_and_leaves_the_toke
     late_s = CLOCKS_APART_S + 60
 
     with monkeypatch.context() as late:
-        late.setattr(node_identity, "utc_now", lambda: utc_now() - timedelta(seconds=late_s))
+        late.setattr(node_module, "utc_now", lambda: utc_now() - timedelta(seconds=late_s))
         refused = rf"this host's clock is {late_s:.0f} s behind the daemon's, at most {CLOCKS_APART_S:.0f} s"
         with pytest.raises(InvalidConfig, match=refused):
-            await node_identity.join(*server.address, token, identity, VERSIONS)
-        late.setattr(node_identity, "utc_now", lambda: utc_now() - timedelta(seconds=CLOCKS_APART_S - 60))
-        assert await node_identity.join(*server.address, token, identity, VERSIONS) == "ray's token"
-        late.setattr(node_identity, "utc_now", lambda: utc_now() - timedelta(seconds=late_s))
+            await node_module.join(*server.address, token, identity, VERSIONS)
+        late.setattr(node_module, "utc_now", lambda: utc_now() - timedelta(seconds=CLOCKS_APART_S - 60))
+        assert await node_module.join(*server.address, token, identity, VERSIONS) == "ray's token"
+        late.setattr(node_module, "utc_now", lambda: utc_now() - timedelta(seconds=late_s))
         with pytest.raises(InvalidConfig, match=refused):
-            await node_identity.enter(*server.address, identity, VERSIONS)
-    assert await node_identity.enter(*server.address, identity, VERSIONS) == "ray's token"
+            await node_module.enter(*server.address, identity, VERSIONS)
+    assert await node_module.enter(*server.address, identity, VERSIONS) == "ray's token"
 
 
 @pytest.mark.parametrize(("apart", "reason"), [(3, "certificate is not yet valid"), (-96, "certificate has expired")])
@@ -158,7 +159,7 @@ async def test_a_host_with_a_certificate_needs_no_token_and_a_refused_one_needs_
     identity = FleetIdentity(tmp_path / "a", "a")
 
     async def admitted(token: str = "") -> str:
-        return await node_identity.admission(*server.address, identity, token, VERSIONS)
+        return await node_module.admission(*server.address, identity, token, VERSIONS)
 
     with pytest.raises(InvalidConfig, match=r"node 'a' has no valid certificate .* `teimgr cluster token`"):
         await admitted()
@@ -260,10 +261,10 @@ async def test_a_node_whose_clock_is_days_ahead_renews_no_more_than_once_a_minut
         if len(pauses) == 2:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr(node_identity, "utc_now", lambda: utc_now() + timedelta(hours=48))
-    monkeypatch.setattr("teimgr.cluster.node_identity.asyncio.sleep", sleep)
+    monkeypatch.setattr(node_module, "utc_now", lambda: utc_now() + timedelta(hours=48))
+    monkeypatch.setattr("teimgr.cluster.node.asyncio.sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
-        await node_identity.keep_renewed(*server.address, identity)
+        await node_module.keep_renewed(*server.address, identity)
 
     assert seconds_to_renewal(identity.folder) < 0  # the new certificate looks old too
     assert pauses == [60.0, 60.0]
@@ -356,11 +357,11 @@ async def test_a_certificate_is_renewed_after_one_of_its_files_could_not_be_read
     identity = await joined(server, tmp_path / "a", "a")
     file = identity.folder / IDENTITY_FILE
     before = file.read_bytes()
-    monkeypatch.setattr(node_identity, "_RENEW_AT", -1.0)  # it is due
-    monkeypatch.setattr(node_identity, "_RETRY_S", 0.01)
+    monkeypatch.setattr(node_module, "_RENEW_AT", -1.0)  # it is due
+    monkeypatch.setattr(node_module, "_RETRY_S", 0.01)
     for content in (None, before[:100]):
         file.unlink() if content is None else file.write_bytes(content)
-        renewing = asyncio.create_task(node_identity.keep_renewed(*server.address, identity))
+        renewing = asyncio.create_task(node_module.keep_renewed(*server.address, identity))
         await asyncio.wait({renewing}, timeout=0.05)
         assert not renewing.done()
         file.write_bytes(before)

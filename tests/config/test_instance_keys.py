@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from teimgr.config.instance_keys import FLAGS, LENGTH_LIMIT_CHARS, REDACTED, check_instance, parse, shown_args
-from teimgr.config.instance_limits import check_allowed
+from teimgr.config.instance_keys import (
+    FLAGS,
+    LENGTH_LIMIT_CHARS,
+    REDACTED,
+    check_allowed,
+    check_instance,
+    parse,
+    shown_args,
+)
 from teimgr.config.settings import Settings
 from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.spec import InstanceSpec, WorkerSpec

@@ -14,7 +14,7 @@ from tests.support.daemon_process import HEAD_ADDRESS, DaemonProcess, WarmDaemon
 from tests.support.models import build_static
 from tests.support.polling import until
 
-from teimgr.wire.tenants.quotas import LEASE_S
+from teimgr.wire.tenants.table import LEASE_S
 
 LIMIT_S = 60.0
 DAILY = 601

@@ -34,7 +34,7 @@ from teimgr.engine.images.pages import load_page_model
 from teimgr.engine.loading import EngineOptions, load_parts
 from teimgr.engine.model import Model, load_model, tensor_bytes, tensors_of
 from teimgr.engine.text.tokenizer import TextTokenizer
-from teimgr.engine.weights.host import HostWeights
+from teimgr.engine.weights.own import HostWeights
 from teimgr.errors import DeviceFailed, InvalidConfig, ModelLoadFailed, OutOfDeviceMemory
 from teimgr.models.reading import read_layout
 

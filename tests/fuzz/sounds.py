@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from teimgr.engine.sounds.files import FORMATS, MAX_SECONDS, decode, read_header
-from teimgr.engine.sounds.spectrograms import prepare
+from teimgr.engine.sounds.files import FORMATS, MAX_SECONDS, decode, prepare, read_header
 from teimgr.errors import InvalidInput
 from teimgr.models.layout import SoundSteps
 from tests.fuzz.images import outcomes_of

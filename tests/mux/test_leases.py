@@ -22,8 +22,7 @@ from teimgr.errors import (
 )
 from teimgr.http.auth.policy import Policy
 from teimgr.mux.leases import LeasedCharge, LeasedMeters
-from teimgr.wire.tenants.quotas import LEASE_S, Limits
-from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
+from teimgr.wire.tenants.table import FILE, LEASE_S, Counter, Limits, TenantKey, TenantTable
 
 UNDECIDED: Any = object()
 KEYS = (

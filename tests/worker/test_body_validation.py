@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from pydantic import ValidationError
+from tests.support import models
+from tests.support.worker_process import WorkerProcess
+from tests.worker.tei_client import TeiClient
 
+from teimgr.engine.job import Input
+from teimgr.errors import InvalidConfig, InvalidInput
 from teimgr.http.turns import WorkTurns
 from teimgr.spec import WorkerSpec
-from teimgr.wire.frames import HttpRequest
+from teimgr.wire.frames import HttpRequest, Method
 from teimgr.worker import body_validation, http_inference
 from teimgr.worker.dialects import cohere, openai, rerank, sie, tei, vllm
 from teimgr.worker.dispatcher import Dispatcher
@@ -168,3 +176,85 @@ async def test_a_body_that_is_read_again_waits_for_no_longer_one() -> None:
         assert all(["data did not match any variant" in await one for one in others])
     finally:
         dispatcher.close()
+
+
+# An encoding of bytes alone, as a plug-in of tiktoken has it.
+PLUG_IN = """
+def letters():
+    ranks = {bytes([each]): each for each in range(256)} | {b"fo": 256, b"fog": 257}
+    return {"name": "letters", "pat_str": r"\\S+|\\s+", "mergeable_ranks": ranks, "special_tokens": {}}
+
+ENCODING_CONSTRUCTORS = {"letters": letters}
+"""
+
+
+@pytest.fixture
+def letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    registry = pytest.importorskip("tiktoken.registry")
+    (tmp_path / "tiktoken_ext").mkdir()
+    (tmp_path / "tiktoken_ext" / "of_tests.py").write_text(PLUG_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "ENCODING_CONSTRUCTORS", None)
+    registry._available_plugin_modules.cache_clear()
+    body_validation._encoding.cache_clear()
+    yield "letters"
+    registry._available_plugin_modules.cache_clear()
+    body_validation._encoding.cache_clear()
+
+
+def spec(mode: str, encoding: str = "letters") -> WorkerSpec:
+    return WorkerSpec(name="mini", model_id="m", token_inputs=mode, token_encoding=encoding)
+
+
+def ids(*numbers: int) -> Input:
+    return np.array(numbers, np.uint32).view(np.int32)
+
+
+def test_ids_are_read_as_their_text(letters: str) -> None:
+    body_validation.check_token_inputs(spec(body_validation.TIKTOKEN))
+    cut = "\u6771".encode()[:2]  # a chunk ends within a character
+    given: list[Input] = ["a text", ids(257, 32, *b"rain"), ids(*b"a", *cut), None, ids()]
+
+    found = body_validation.read_token_ids(given, spec(body_validation.TIKTOKEN))
+
+    assert found[:4] == ["a text", "fog rain", "a\ufffd", None]
+    assert isinstance(found[4], np.ndarray)  # of no ids: refused as empty
+
+
+def test_an_id_that_the_encoding_lacks_is_refused_with_its_input(letters: str) -> None:
+    with pytest.raises(InvalidInput, match="has a token id that letters does not have") as caught:
+        body_validation.read_token_ids(["a", ids(257), ids(5, 2**32 - 1)], spec(body_validation.TIKTOKEN))
+    assert caught.value.input_index == 2
+
+
+def test_refused_ids_are_named_and_texts_are_left_alone() -> None:
+    refusing = spec(body_validation.REFUSE)
+    assert body_validation.read_token_ids(["a", "b"], refusing) == ["a", "b"]
+    with pytest.raises(InvalidInput, match="token ids are refused here") as caught:
+        body_validation.read_token_ids(["a", ids(5)], refusing)
+    assert caught.value.input_index == 1
+
+
+def test_an_encoding_that_cannot_be_loaded_fails_the_start() -> None:
+    pytest.importorskip("tiktoken")
+    body_validation.check_token_inputs(spec(body_validation.ACCEPT, "nothing"))
+    with pytest.raises(InvalidConfig, match="token_encoding: tiktoken cannot load 'nothing'"):
+        body_validation.check_token_inputs(spec(body_validation.TIKTOKEN, "nothing"))
+
+
+async def test_an_instance_refuses_ids_on_every_route_of_inputs(tmp_path: Path) -> None:
+    """LangChain and LibreChat send the ids of OpenAI's tokenizer, which would be those of other words here."""
+    with WorkerProcess(models.build("bert", tmp_path), token_inputs=body_validation.REFUSE) as worker:
+        link = await worker.link()
+        await link.state(link.post(Method.WATCH), "ready")
+        link.close()
+        await link.closed()
+        client = TeiClient(worker)
+        for path, field in (("/v1/embeddings", "input"), ("/embed", "inputs"), ("/embed_all", "inputs")):
+            for given in ([5, 6], [[5, 6], [7]], ["fog", [7]]):
+                told = await client.post(path, {field: given})
+                assert told.status == 422
+                assert "token ids are refused here" in told.text
+            assert (await client.post(path, {field: ["fog", "rain"]})).status == 200
+        assert (await client.post("/decode", {"ids": [5, 6]})).status == 200
+        await client.session.close()

@@ -20,8 +20,7 @@ from teimgr.engine.job import EQUAL, InferOptions, Job, Lane, Output, Pair, Shar
 from teimgr.errors import Code, DeadlineExceeded, InvalidInput, Overloaded, TeimgrError, TokenRateExceeded
 from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import WorkerSpec
-from teimgr.wire.tenants.quotas import Limits
-from teimgr.wire.tenants.table import FILE, Counter, TenantKey, TenantTable
+from teimgr.wire.tenants.table import FILE, Counter, Limits, TenantKey, TenantTable
 from teimgr.worker.calls import MAX_CALL_S, CallReply, Part, Submission, WorkerCall, parts_of
 from teimgr.worker.dialects.tei import TeiEmbedRequest
 from teimgr.worker.dispatcher import Dispatcher

@@ -11,9 +11,8 @@ import pytest
 
 from teimgr.errors import ConcurrentTokensExceeded, DailyTokensExceeded, TeimgrError, Unavailable
 from teimgr.wire.frames import FrameType, Header
-from teimgr.wire.tenants.quotas import Limits
 from teimgr.wire.tenants.remote import CHARGE, COUNT, SETTLE, EntryDesk, Note
-from teimgr.wire.tenants.table import COUNTERS, FILE, Counter, TenantKey, TenantTable
+from teimgr.wire.tenants.table import COUNTERS, FILE, Counter, Limits, TenantKey, TenantTable
 from teimgr.worker.remote_tenants import RemoteAccount, RemoteMeter
 from teimgr.worker.tenant_meter import EntryMeters
 

@@ -20,8 +20,17 @@ from teimgr.engine.job import InferOptions, Lane
 from teimgr.errors import CallOverQuota, ConcurrentTokensExceeded, DailyTokensExceeded, TeimgrError, TokenRateExceeded
 from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import WorkerSpec
-from teimgr.wire.tenants.quotas import NS_PER_S, Limits
-from teimgr.wire.tenants.table import FILE, TENANT_WORDS, USED_ROWS_AT, Counter, TenantKey, TenantTable, tenant_at
+from teimgr.wire.tenants.table import (
+    FILE,
+    NS_PER_S,
+    TENANT_WORDS,
+    USED_ROWS_AT,
+    Counter,
+    Limits,
+    TenantKey,
+    TenantTable,
+    tenant_at,
+)
 from teimgr.worker.calls import CallReply, Part, Submission, WorkerCall
 from teimgr.worker.tenant_meter import Account, LockedTill, NativeTill, TenantMeter, Tenants, Till, open_meter
 

@@ -16,12 +16,10 @@ from aiohttp.client_exceptions import UnixClientConnectorError
 from yarl import URL
 
 from teimgr.client.connection_causes import reason_of
-from teimgr.client.fleet_calls import FleetCalls
 from teimgr.client.grpc_channel import GrpcChannel
 from teimgr.client.http_replies import CONNECT_S, ReplyHead, Request, RestChannel
-from teimgr.client.image_calls import ImageCalls
-from teimgr.client.inference_calls import InferenceCalls
-from teimgr.client.rest import InstanceCalls, ModelCalls
+from teimgr.client.inference_calls import ImageCalls, InferenceCalls
+from teimgr.client.rest import FleetCalls, InstanceCalls, ModelCalls
 from teimgr.client.rest_client import API
 from teimgr.client.scoring_calls import ScoringCalls, TableCalls
 from teimgr.client.server_address import ServerAddress, Tls

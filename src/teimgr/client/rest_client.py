@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from teimgr.client.blocking_http import BlockingHttpChannel
-from teimgr.client.fleet_calls import FleetCalls
-from teimgr.client.rest import InstanceCalls, ModelCalls
+from teimgr.client.rest import FleetCalls, InstanceCalls, ModelCalls
 from teimgr.client.server_address import ServerAddress, Tls
 
 API = "http://127.0.0.1:9000"

@@ -20,9 +20,8 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
-from teimgr.cluster.host_link import HostAddress, HostLink, connect
+from teimgr.cluster.host_link import STALL_S, HostAddress, HostLink, NearEnd, connect, most_forwarded
 from teimgr.cluster.host_models import HostModels
-from teimgr.cluster.relay import STALL_S, NearEnd, most_forwarded
 from teimgr.errors import Forbidden, Internal, InvalidInput, TeimgrError, Unavailable
 from teimgr.http.acceptor import GatedStream
 from teimgr.http.connection_gate import Phase, Ticket

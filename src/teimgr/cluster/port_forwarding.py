@@ -22,8 +22,7 @@ from contextlib import suppress
 from contextvars import Context
 from functools import partial
 
-from teimgr.cluster.host_link import HostLink, HostServices, connect
-from teimgr.cluster.relay import STREAM_BYTES, NearEnd, most_forwarded
+from teimgr.cluster.host_link import STREAM_BYTES, HostLink, HostServices, NearEnd, connect, most_forwarded
 from teimgr.control.launch.launcher import LocalLauncher
 from teimgr.control.launch.process_handle import LaunchFailed
 from teimgr.control.launch.shared_ports import JoinedPort

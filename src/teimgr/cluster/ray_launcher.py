@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from teimgr.cluster.actor_process import LOST, NO_ANSWER, ActorProcess, described, end, launch, names, place
+from teimgr.cluster.agent import mux_spec
 from teimgr.cluster.bridge import Bridge
 from teimgr.cluster.head import ClusterHead, Member
 from teimgr.cluster.host_facts import own_versions
 from teimgr.cluster.messages import HeldWorker, exit_from_dict
-from teimgr.cluster.node_muxes import mux_spec
 from teimgr.config.mux import MuxConfig
 from teimgr.config.sections import address_on_host
 from teimgr.control.launch.control_link import ControlLink, MuxLink, WorkerStatus, open_control_link, open_mux_link

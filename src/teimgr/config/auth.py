@@ -20,8 +20,7 @@ from teimgr.http.auth.policy import DEFAULT_MAX_WORKERS, MIN_KEY_CHARS, Certific
 from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.spec import declared
 from teimgr.spec import key as _key
-from teimgr.wire.tenants.quotas import Limits
-from teimgr.wire.tenants.table import TenantKey
+from teimgr.wire.tenants.table import Limits, TenantKey
 
 MTLS, API_KEYS = "mtls", "api_keys"
 PROVIDERS = (MTLS, API_KEYS)

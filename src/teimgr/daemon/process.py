@@ -47,8 +47,7 @@ from teimgr.control.supervision.worker_run import FleetProber
 from teimgr.daemon.listeners import Listeners, Word, open_listeners, other_ports, serving_health, try_other_ports
 from teimgr.daemon.parent import block_signals
 from teimgr.daemon.succession import Follower, Predecessor, Succession
-from teimgr.daemon.systemd import Notifier
-from teimgr.daemon.watches import ConfigWatch, DiskWatch
+from teimgr.daemon.watches import ConfigWatch, DiskWatch, Notifier
 from teimgr.errors import InvalidConfig, TeimgrError
 from teimgr.files import ensure_home
 from teimgr.http.auth.policy import Policy, PolicyInForce

@@ -24,15 +24,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.engine import gpu
-from teimgr.engine.attention import PACKED, Packing, unproved_window
+from teimgr.engine.attention import PACKED, Packing, depends_on_batch, own_rotary, unproved_window
 from teimgr.engine.batching.batch import PackedBatch, Run, to_device
 from teimgr.engine.gpu_kernels.forward_graphs import Capture, ForwardGraphs, RowInputs, most_tokens
 from teimgr.engine.heads.pooling import TableMeanHead
 from teimgr.engine.heads.projections import read_weights
 from teimgr.engine.native_forward.kernel import ForwardKernel, Vectors, forward_kernel
 from teimgr.engine.native_forward.program import CannotLowerError
-from teimgr.engine.rotary import depends_on_batch, own_rotary
-from teimgr.engine.weights.task_adapters import Task, task_of
+from teimgr.engine.weights.adapters import Task, task_of
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Layout
 

@@ -23,8 +23,7 @@ import numpy as np
 
 from teimgr.engine.batching.batch import TokenizedTexts
 from teimgr.engine.batching.fair_share import TenantTurns
-from teimgr.engine.batching.queue import EntryQueue, QueueEntry
-from teimgr.engine.charging import Charging
+from teimgr.engine.batching.queue import Charging, EntryQueue, QueueEntry
 from teimgr.engine.finisher import Failures, Finisher
 from teimgr.engine.job import Input, Job, Lane, Pair, Share, characters
 from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.engine import gpu
+from teimgr.engine.attention import put_own_rotary
 from teimgr.engine.heads.projections import read_weights
-from teimgr.engine.rotary import put_own_rotary
-from teimgr.engine.weights.adapters import merge_adapter
+from teimgr.engine.weights.adapters import merge_adapter, put_task_adapters
 from teimgr.engine.weights.own import Weights, own_weights, unwrapped
-from teimgr.engine.weights.task_adapters import put_task_adapters
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.directory import (
     base_model_of,

@@ -245,7 +245,7 @@ def _tokenizer(layout: Layout, most: int) -> TextTokenizer:
 
         return ChatTokenizer(layout, max_length)
     if not layout.reads_texts:
-        from teimgr.engine.images.alone import ImageTokenizer
+        from teimgr.engine.images.model import ImageTokenizer
 
         return ImageTokenizer(layout, layout.max_length)
     from teimgr.engine.images.inputs import DualTokenizer  # with Pillow, for these models alone

@@ -15,20 +15,22 @@ from torch.nn import functional
 from teimgr.engine.backbone import Batching, StaticTable, Transformer, WholeModel, load_table
 from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 from teimgr.engine.heads import Head, Rows, TokensHead
-from teimgr.engine.heads.library import HeadTrial, LibraryHead
-from teimgr.engine.heads.multi_vector import (
+from teimgr.engine.heads.pooling import (
+    DenseHead,
     M3MultiVectorHead,
     M3SparseHead,
     MarkedVectorsHead,
     MultiVectorHead,
     OnlyDocumentHead,
+    TableMeanHead,
     load_linear,
 )
-from teimgr.engine.heads.pooling import DenseHead, TableMeanHead
 from teimgr.engine.heads.projections import load_projections, read_weights, width_behind
 from teimgr.engine.heads.scoring import (
     CausalHead,
     FirstToken,
+    HeadTrial,
+    LibraryHead,
     SequenceHead,
     TokenLogitsHead,
     keep_two_tokens,
@@ -39,7 +41,7 @@ from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module, load_plain_module
 from teimgr.engine.native_forward.kernel import Vectors
 from teimgr.engine.own_reader import load_own_reader
-from teimgr.engine.weights.host import HostWeights
+from teimgr.engine.weights.own import HostWeights
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Backbone, Layout, QueryTable
 from teimgr.spec import Kind

@@ -144,7 +144,7 @@ def choose_model(
     """Load the model on its device, in the form that the gate allows."""
     dtype = DTYPES[options.dtype]
     if not layout.reads_texts:
-        from teimgr.engine.images.alone import load_image_model
+        from teimgr.engine.images.model import load_image_model
 
         images = load_image_model(layout, options.threads)
         return images, images.choose(device, dtype)

@@ -24,8 +24,8 @@ from teimgr.engine.backbone import UnpackedTransformer
 from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.library_model import check_weights, silence
 from teimgr.engine.library_reference import library_options
-from teimgr.engine.text.converted_tokenizer import PROBES
 from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
+from teimgr.engine.text.tokenizer_library import PROBES
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Layout
 

@@ -112,7 +112,7 @@ class ModelMetadata:
 
     @property
     def prompts(self) -> dict[str, str]:
-        given = self.saved.get("prompts")  # `key_checks` refuses anything but an object
+        given = self.saved.get("prompts")  # `models/kinds.py` refuses anything but an object
         saved = {name: text for name, text in given.items() if isinstance(text, str)} if isinstance(given, dict) else {}
         return {**self.own.prompts, **saved}
 

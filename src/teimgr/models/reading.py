@@ -19,8 +19,7 @@ from teimgr.models.dual_encoders import (
     text_config,
 )
 from teimgr.models.json_files import ENDLESS, TokenFiles, checked_length, max_length, position_offset
-from teimgr.models.key_checks import check_files
-from teimgr.models.kinds import choose_kind, is_causal
+from teimgr.models.kinds import check_files, choose_kind, is_causal
 from teimgr.models.known_keys import setting
 from teimgr.models.late_interaction import read_late, with_role_lengths
 from teimgr.models.layout import M3, Backbone, Dense, Layout, QueryRoute, QueryTable, ScoringConfig, Splade

@@ -1,7 +1,7 @@
 """Leases of quotas at a mux of another host: tokens that the daemon has charged, and calls that draw from them.
 
 The daemon decides on each call for which too few tokens are leased, and leases tokens for later calls
-(`control/sharing/leases.py`). `wire/tenants/quotas.py` sets the size and the duration of a lease. The mux reports what
+(`control/sharing/leases.py`). `wire/tenants/table.py` sets the size and the duration of a lease. The mux reports what
 each lease computed; the daemon refunds the rest.
 """
 
@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from teimgr.errors import Overloaded, TeimgrError, Unavailable, error_from_code
 from teimgr.wire.json_messages import write_line
-from teimgr.wire.tenants.quotas import LEASE_S, MAX_ROWS, MAX_TOKENS, lease_wanted, mean_use
-from teimgr.wire.tenants.table import COUNTERS, Counter
+from teimgr.wire.tenants.table import COUNTERS, LEASE_S, MAX_ROWS, MAX_TOKENS, Counter, lease_wanted, mean_use
 
 _ANSWER_S = 1.0
 """How long each call waits for the daemon's decision, or for the next daemon."""

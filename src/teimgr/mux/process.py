@@ -52,7 +52,7 @@ from teimgr.spec import RouteEntry, RoutingSnapshot, known
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.grpc_core.rpc import SERVICES
 from teimgr.wire.routing.links import LinkLimits
-from teimgr.wire.routing.returning import ReturningWorkers
+from teimgr.wire.routing.on_demand import ReturningWorkers
 from teimgr.wire.routing.router import Router
 from teimgr.wire.tenants.table import FILE as TENANTS_FILE
 from teimgr.worker.tenant_meter import EntryMeters

@@ -2,16 +2,25 @@
 
 A call of pydantic holds the GIL until it returns or calls Python. `_large_validator` makes it call Python for each
 list, which validates the list in slices, so other threads get the GIL in between.
+
+Token ids in bodies are used as the model's, refused, or decoded to texts by tiktoken (`token_inputs`). Clients of
+OpenAI may send ids of OpenAI's tokenizer. Ids do not show their tokenizer: every vocabulary has tokens with the same
+numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar, cast
 
+import numpy as np
 from pydantic import BaseModel, ValidationError, create_model
 from pydantic_core import InitErrorDetails, PydanticCustomError, SchemaValidator, core_schema
+
+from teimgr.engine.job import Input
+from teimgr.errors import InvalidConfig, InvalidInput
+from teimgr.spec import TOKEN_INPUTS, WorkerSpec
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 # Elements of a list validated in one call: some milliseconds if each is an object.
@@ -94,3 +103,68 @@ def _moved(error: ValidationError, by: int) -> ValidationError:
         for line in error.errors(include_url=False, include_context=False)
     ]
     return ValidationError.from_exception_data(error.title, lines)
+
+
+ACCEPT, REFUSE, TIKTOKEN = TOKEN_INPUTS
+
+
+def check_token_inputs(spec: WorkerSpec) -> None:
+    """Load what `token_inputs` needs; may fetch the encoding from the network.
+
+    Raises:
+        InvalidConfig: tiktoken is not installed, or does not have the encoding.
+    """
+    if spec.token_inputs == TIKTOKEN:
+        _encoding(spec.token_encoding)
+
+
+def has_token_ids(inputs: Sequence[Input]) -> bool:
+    return any(isinstance(one, np.ndarray) for one in inputs)
+
+
+def read_token_ids(inputs: Sequence[Input], spec: WorkerSpec) -> list[Input]:
+    """Return the inputs with ids (int32 [tokens]) decoded to texts; bytes cut at the edge of a chunk become U+FFFD.
+
+    Blocks for as long as decoding takes.
+
+    Raises:
+        InvalidInput: the instance refuses ids, or the encoding lacks one of them; with the input's index.
+    """
+    found: list[Input] = []
+    for place, one in enumerate(inputs):
+        if isinstance(one, np.ndarray) and len(one):
+            try:
+                one = _text(one.view(np.uint32).tolist(), spec)
+            except InvalidInput as error:
+                if len(inputs) > 1:
+                    error.name_input(place)
+                raise
+        found.append(one)
+    return found
+
+
+def _text(ids: list[int], spec: WorkerSpec) -> str:
+    if spec.token_inputs == REFUSE:
+        raise InvalidInput(
+            f"Input validation error: token ids are refused here (token_inputs of instance '{spec.name}'): send texts"
+        )
+    try:
+        text: str = _encoding(spec.token_encoding).decode(ids)
+    except (KeyError, OverflowError) as error:
+        raise InvalidInput(
+            f"Input validation error: `inputs` has a token id that {spec.token_encoding} does not have: {error}"
+        ) from error
+    return text
+
+
+@cache
+def _encoding(name: str) -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise InvalidConfig('token_inputs = "tiktoken": install teimgr with the extra `tiktoken`') from error
+    try:
+        return tiktoken.get_encoding(name)
+    except Exception as error:  # of any type: from the registry, the network or the cache
+        reason = str(error).partition("\n")[0]
+        raise InvalidConfig(f"token_encoding: tiktoken cannot load {name!r}: {reason}") from error

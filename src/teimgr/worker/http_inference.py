@@ -31,12 +31,11 @@ from teimgr.models.source import names_a_path
 from teimgr.observability.shown_text import in_own_words
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_pieces, json_scan
-from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
+from teimgr.wire.error_bodies import INPUT_INDEX, JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.gil import free
 from teimgr.wire.spaces import EXPECT_FIELD
-from teimgr.wire.status import INPUT_INDEX
-from teimgr.worker import body_validation, token_ids
+from teimgr.worker import body_validation
 from teimgr.worker.calls import (
     MANY_NUMBERS,
     AwaitedReply,
@@ -554,9 +553,9 @@ class HttpInference:
     async def as_texts(self, inputs: list[EngineInput]) -> list[EngineInput]:
         """Convert or refuse token ids by the instance's `token_inputs`; raises InvalidInput."""
         spec = self.dispatcher.spec
-        if spec.token_inputs == token_ids.ACCEPT or not token_ids.has_ids(inputs):
+        if spec.token_inputs == body_validation.ACCEPT or not body_validation.has_token_ids(inputs):
             return inputs
-        return await self.dispatcher.off_loop(token_ids.read, inputs, spec)
+        return await self.dispatcher.off_loop(body_validation.read_token_ids, inputs, spec)
 
     async def truncated(self, texts: list[str], limit: int | None, *, left: bool = False) -> list[str]:
         """Cut the texts to `limit` tokens, at the head if `left`; unchanged if the model takes no more anyway."""
@@ -575,7 +574,7 @@ class HttpInference:
             if len(specs) % _JOBS_AT_ONCE == _JOBS_AT_ONCE - 1:
                 await asyncio.sleep(0)
             specs.append(self._job(make))
-        if self.dispatcher.spec.token_inputs != token_ids.ACCEPT:
+        if self.dispatcher.spec.token_inputs != body_validation.ACCEPT:
             specs = [await self._in_texts(spec) for spec in specs]
         calls: list[HttpCall] = []
         try:

@@ -50,7 +50,7 @@ from teimgr.spec import LINK_LISTENER, TRIAL_NAME, CpuThreads, WorkerSpec, worke
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import CALLS_AND_MEMORY, Method
 from teimgr.wire.tenants.table import FILE as TENANTS_FILE
-from teimgr.worker import token_ids
+from teimgr.worker import body_validation
 from teimgr.worker.connection_queue import ConnectionQueue
 from teimgr.worker.dispatcher import Dispatcher
 from teimgr.worker.grpc_port import GrpcPort
@@ -254,7 +254,7 @@ class Worker:
 
     def _load_blocking(self, source: hub.ModelSource, code: Sequence[str], on_fault: Callable[[str], None]) -> Engine:
         spec = self.spec
-        token_ids.check(spec)
+        body_validation.check_token_inputs(spec)
         options = EngineOptions(
             path=source.path,
             model_id=spec.model_id,

@@ -28,17 +28,20 @@ from teimgr.errors import (
     TryLater,
 )
 from teimgr.spec import WorkerSpec
-from teimgr.wire.tenants import quotas
-from teimgr.wire.tenants.quotas import NS_PER_S, S_PER_DAY, Limits, Receipt
+from teimgr.wire.tenants import table as tenant_table
 from teimgr.wire.tenants.table import (
     COUNTERS,
     DAY_TOKENS,
     IN_FLIGHT_AT,
+    NS_PER_S,
+    S_PER_DAY,
     TENANTS,
     USED_ROWS_AT,
     VERSION_AT,
     WORD_BYTES,
     Counter,
+    Limits,
+    Receipt,
     TenantTable,
     bucket_at,
     counter_at,
@@ -163,7 +166,7 @@ class Standing:
         """Tokens that the quotas have left now."""
         in_flight = self._in_flight_of() if self.has_concurrent else 0
         day = int(time.time()) // S_PER_DAY
-        return quotas.room(self.limits, self._spent_of(), in_flight, time.monotonic_ns(), day)
+        return tenant_table.room(self.limits, self._spent_of(), in_flight, time.monotonic_ns(), day)
 
     def refuses(self, least: int) -> TeimgrError | None:
         """Return the refusal of a call that will have at least `least` tokens, so that it need not be tokenized.
@@ -172,9 +175,9 @@ class Standing:
         """
         words, now_ns = self._words, time.monotonic_ns()
         arrival_ns, of_day = words[self._arrival_at] - words[self._refunded_at], words[self._spent_at] & DAY_TOKENS
-        if quotas.may_pass(self.limits, arrival_ns, of_day, least, now_ns) or self.is_shadow:
+        if tenant_table.may_pass(self.limits, arrival_ns, of_day, least, now_ns) or self.is_shadow:
             return None
-        verdict = quotas.charge(self.limits, self._spent_of(), 0, least, now_ns, int(time.time()) // S_PER_DAY)
+        verdict = tenant_table.charge(self.limits, self._spent_of(), 0, least, now_ns, int(time.time()) // S_PER_DAY)
         if (code := verdict.refused_by) is None:
             return None
         return refusal(code, self.limits, least, verdict.wait_ns)
@@ -301,7 +304,7 @@ class Account:
         if self._standing.is_shadow:
             self.is_shadowed = True
             return None
-        return refusal(quotas.LIMITS[max(status, 1) - 1], self._standing.limits, tokens, wait_ns)
+        return refusal(tenant_table.LIMITS[max(status, 1) - 1], self._standing.limits, tokens, wait_ns)
 
     def took(self, tokens: int) -> None:
         """Mark tokens as taken into a batch: no refund if the caller leaves now. By one thread at a time."""
@@ -361,7 +364,7 @@ Slip = Any
 class Till(Protocol):
     """Charges and refunds, atomic among all workers of the host, on any thread. `free` holds unused slips.
 
-    `charge` returns 0 for an admitted call, otherwise the number, from 1, of the refusing quota in `quotas.LIMITS`.
+    `charge` returns 0 for an admitted call, otherwise the number, from 1, of the refusing quota in `LIMITS`.
     `charge_at` and `refund_at` take the time; the others use the current time.
     """
 
@@ -432,7 +435,7 @@ class _LockedSlip:
 
 
 class LockedTill:
-    """A till by the functions of quotas.py, without the native library; a file lock excludes other processes."""
+    """A till by the functions of `wire/tenants/table.py`, without the native library, under a file lock."""
 
     def __init__(self, table: TenantTable, row: int, tenant: int, *, is_in_flight: bool) -> None:
         self.free: list[Slip] = []
@@ -455,11 +458,11 @@ class LockedTill:
         with self._lock, table.locked():
             limits, spent = table.limits(tenant), table.spent(tenant)
             in_flight = table.in_flight(tenant) if self._is_in_flight and limits.concurrent else 0
-            verdict = quotas.charge(limits, spent, in_flight, tokens, now_ns, day)
+            verdict = tenant_table.charge(limits, spent, in_flight, tokens, now_ns, day)
             slip.write(verdict.receipt, verdict.wait_ns)
             table.write_spent(tenant, verdict.spent)
             if verdict.refused_by is not None:
-                return quotas.LIMITS.index(verdict.refused_by) + 1
+                return tenant_table.LIMITS.index(verdict.refused_by) + 1
             table.words[self._own] += tokens if self._is_in_flight else 0
             return 0
 
@@ -468,7 +471,7 @@ class LockedTill:
         with self._lock, table.locked():
             table.words[self._own] -= slip.receipt.tokens if self._is_in_flight else 0
             if tokens:
-                table.write_spent(tenant, quotas.refund(table.spent(tenant), slip.receipt, tokens, now_ns))
+                table.write_spent(tenant, tenant_table.refund(table.spent(tenant), slip.receipt, tokens, now_ns))
 
     def wait_ns(self, slip: Slip) -> int:
         return int(slip.wait_ns)

@@ -15,7 +15,8 @@ from tests.support.frame_worker import FrameWorker, Request, Script, hold, pack_
 from tests.support.mux_process import running
 from tests.support.polling import eventually
 
-from teimgr.api.batches import disk, line_calls
+from teimgr.api.batches import disk
+from teimgr.api.batches import lines as lines_module
 from teimgr.api.batches import run as batch_run
 from teimgr.api.batches.batch_record import ResultPart, Status
 from teimgr.api.batches.files import DAY_S
@@ -31,8 +32,8 @@ StartWorker = Callable[[Script], Any]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses before further attempts are short."""
-    monkeypatch.setattr(line_calls, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(line_calls, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(lines_module, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(lines_module, "_LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr(batch_run, "NO_ROOM_PAUSE_S", 0.01)
 
 

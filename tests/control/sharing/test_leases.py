@@ -15,8 +15,7 @@ from teimgr.control.sharing.leases import LeasesForMux
 from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.errors import Code
 from teimgr.http.auth.policy import Policy
-from teimgr.wire.tenants.quotas import Limits
-from teimgr.wire.tenants.table import TenantKey
+from teimgr.wire.tenants.table import Limits, TenantKey
 
 
 class Line:

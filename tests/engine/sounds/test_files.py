@@ -17,8 +17,7 @@ from tests.support.models.dual_encoders import RATE, sound, sound_file
 
 from teimgr.engine.job import Sound
 from teimgr.engine.sounds import files
-from teimgr.engine.sounds.files import MAX_SECONDS, SoundDecoder, decode, read_header
-from teimgr.engine.sounds.spectrograms import prepare
+from teimgr.engine.sounds.files import MAX_SECONDS, SoundDecoder, decode, prepare, read_header
 from teimgr.errors import InvalidInput
 from teimgr.models.layout import SoundEncoder, SoundSteps
 

@@ -31,9 +31,8 @@ from teimgr.wire.protobuf import Target
 from teimgr.wire.routing import remote_links
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.router import Router
-from teimgr.wire.tenants.quotas import Limits
 from teimgr.wire.tenants.remote import Meters
-from teimgr.wire.tenants.table import FILE, TenantKey, TenantTable
+from teimgr.wire.tenants.table import FILE, Limits, TenantKey, TenantTable
 from teimgr.worker.tenant_meter import EntryMeters
 
 A = Target(instance_name="a")

@@ -18,8 +18,19 @@ from teimgr.api.batches.batch_record import Batch, BatchFault, ResultPart, Statu
 from teimgr.api.batches.batch_store import BatchStore, ResultLine
 from teimgr.api.batches.disk import Disk
 from teimgr.api.batches.files import BATCH_OUTPUT, FileStore, StoredFile
-from teimgr.api.batches.line_calls import CANCELLED, EXPIRED, CallSlots, LineError, Send, answered, result_line
-from teimgr.api.batches.lines import CheckModel, InputRequest, read_requests, validate
+from teimgr.api.batches.lines import (
+    CANCELLED,
+    EXPIRED,
+    CallSlots,
+    CheckModel,
+    InputRequest,
+    LineError,
+    Send,
+    answered,
+    read_requests,
+    result_line,
+    validate,
+)
 from teimgr.api.gateway.routes import DialectPath
 from teimgr.errors import QuotaExceeded, StorageFull
 from teimgr.http.byte_budget import ByteBudget

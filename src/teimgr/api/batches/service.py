@@ -16,7 +16,7 @@ from teimgr.api.batches.batch_record import Batch, Status, new_batch_id, window_
 from teimgr.api.batches.batch_store import BatchStore
 from teimgr.api.batches.disk import Disk, make_private_folder
 from teimgr.api.batches.files import BATCH, DAY_S, FileStore, StoredFile
-from teimgr.api.batches.line_calls import CallSlots
+from teimgr.api.batches.lines import CallSlots
 from teimgr.api.batches.run import BatchRun, Destination, RunTools
 from teimgr.api.gateway.gateway import Gateway
 from teimgr.api.gateway.routes import DialectPath, paths

@@ -28,7 +28,7 @@ from teimgr.api.rest.schemas import (
     json_body,
     read_json,
 )
-from teimgr.config.instance_limits import check_bounds, check_restricted
+from teimgr.config.instance_keys import check_bounds, check_restricted
 from teimgr.control.supervision.manager import Manager
 from teimgr.control.supervision.validation import with_changes
 from teimgr.errors import Forbidden, InvalidConfig, PortConflict, error_from_code

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from teimgr.cli.migration import (
-    docker_run,
+    compose_file,
+    containers,
     infinity_service,
-    kubernetes_manifest,
     ollama_list,
     tei_manager_file,
     tei_service,
@@ -53,14 +53,14 @@ def convert(files: Sequence[Path], environ: Mapping[str, str], env_file: Path | 
     images: set[str] = set()
     for file in files:
         services: Sequence[Service] = ()
-        if file.suffix.lower() in _YAML and kubernetes_manifest.is_manifest(documents := read_documents(file)):
-            services = kubernetes_manifest.services(file, documents, draft)
+        if file.suffix.lower() in _YAML and containers.is_manifest(documents := read_documents(file)):
+            services = containers.manifest_services(file, documents, draft)
         elif file.suffix.lower() in _YAML:
             compose = read_compose(file, environ, env_file)
             services = compose.services
             _note_around(compose, draft)
-        elif (script := docker_run.script_of(file)) is not None:
-            services = docker_run.services(file, script, environ, draft)
+        elif (script := compose_file.script_of(file)) is not None:
+            services = compose_file.docker_run_services(file, script, environ, draft)
         elif ollama_list.is_list(file):
             ollama_list.convert(file, draft)
         else:

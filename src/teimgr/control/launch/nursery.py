@@ -62,7 +62,7 @@ PRELOAD = (
     "transformers",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
     "teimgr.engine.own_models",
-    "teimgr.engine.rehearsal:rehearse",
+    "teimgr.engine.native_forward.lowering:rehearse",
 )
 """Modules, and functions of modules that are called once."""
 # Read by libraries that start threads when they are loaded; a worker sets its own number later.

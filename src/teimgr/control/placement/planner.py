@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from teimgr.config.instance_keys import parse
-from teimgr.config.instance_limits import model_roots
+from teimgr.config.instance_keys import model_roots, parse
 from teimgr.config.settings import Settings
 from teimgr.control.ledger.admission import Admission
 from teimgr.control.ledger.footprints import CONTEXT_BYTES, Footprints, figures_path

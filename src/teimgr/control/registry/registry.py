@@ -11,8 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from teimgr.config.instance_keys import key_faults
-from teimgr.config.instance_limits import check_allowed
+from teimgr.config.instance_keys import check_allowed, key_faults
 from teimgr.config.settings import Settings
 from teimgr.control.launch.launcher import LocalLauncher
 from teimgr.control.ledger.admission import Admission
@@ -20,7 +19,6 @@ from teimgr.control.placement.hosts import Gpu, GpuInventory
 from teimgr.control.placement.planner import device_kind, place, usable_cores, worker_spec
 from teimgr.control.registry import cache as disk
 from teimgr.control.registry.cache import HubCache, Snapshot
-from teimgr.control.registry.download import Download
 from teimgr.control.registry.fetcher import FetchRequest
 from teimgr.control.registry.records import (
     DownloadProgress,
@@ -30,7 +28,7 @@ from teimgr.control.registry.records import (
     known_values,
     records_path,
 )
-from teimgr.control.registry.tasks import ModelTask, ModelTasks, Observable
+from teimgr.control.registry.tasks import Download, ModelTask, ModelTasks, Observable
 from teimgr.control.registry.trial import TrialFailed, run_trial
 from teimgr.errors import (
     InvalidConfig,

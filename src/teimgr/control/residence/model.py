@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from teimgr.control.residence.events import Decision, Refusal, Refuse, Serve, Terms
 from teimgr.errors import Code
-from teimgr.wire.tenants.quotas import leaves_room
+from teimgr.wire.tenants.table import leaves_room
 
 RATE_MEMORY_S = 300.0
 """Calls count in a model's rate with a weight that falls to a third in this time."""

@@ -9,8 +9,7 @@ from typing import Any
 from teimgr.control.sharing.tenants import TenantRegistry
 from teimgr.errors import Overloaded, TeimgrError, Unavailable
 from teimgr.wire.json_messages import MessageLink
-from teimgr.wire.tenants.quotas import LEASE_S, MAX_ROWS, MAX_TOKENS, lease_given
-from teimgr.wire.tenants.table import TENANTS
+from teimgr.wire.tenants.table import LEASE_S, MAX_ROWS, MAX_TOKENS, TENANTS, lease_given
 from teimgr.worker.tenant_meter import Account, Standing
 
 MAX_OPEN = 16_384

@@ -20,9 +20,7 @@ from teimgr.files import write_atomically
 from teimgr.http.auth.policy import Policy
 from teimgr.observability import catalogue
 from teimgr.observability.exposition import Page, Sample
-from teimgr.wire.tenants import quotas
-from teimgr.wire.tenants.quotas import NS_PER_S
-from teimgr.wire.tenants.table import FILE, Counter, RowCounts, TenantKey, TenantTable, bucket_at
+from teimgr.wire.tenants.table import FILE, NS_PER_S, Counter, RowCounts, TenantKey, TenantTable, bucket_at, remaining
 from teimgr.worker.tenant_meter import EntryMeters, TenantMeter
 
 log = logging.getLogger(__name__)
@@ -274,7 +272,7 @@ class TenantRegistry:
         if not bucket.rate:
             return None
         arrival_ns = table.words[bucket.arrival_at] - table.words[bucket.refunded_at]
-        left, until_full_ns = quotas.remaining(bucket.burst, bucket.rate, arrival_ns, time.monotonic_ns())
+        left, until_full_ns = remaining(bucket.burst, bucket.rate, arrival_ns, time.monotonic_ns())
         return RateState(bucket.burst, left, until_full_ns / NS_PER_S)
 
     async def page(self) -> Page:

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from teimgr.config.instance_keys import check_instance
-from teimgr.config.instance_limits import check_allowed
+from teimgr.config.instance_keys import check_allowed, check_instance
 from teimgr.config.sections import allows
 from teimgr.config.settings import Settings
 from teimgr.control.background import CommandTurns

@@ -8,8 +8,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from teimgr.config.instance_keys import check_instance
-from teimgr.config.instance_limits import check_allowed
+from teimgr.config.instance_keys import check_allowed, check_instance
 from teimgr.config.settings import Settings
 from teimgr.errors import (
     InstanceExists,

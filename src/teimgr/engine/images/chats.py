@@ -35,7 +35,7 @@ from teimgr.engine.native_forward.program import CannotLowerError
 from teimgr.engine.text.boundaries import Boundaries
 from teimgr.engine.text.tokenizer_library import TokenizerLibrary, load_tokenizer
 from teimgr.engine.text.truncation import Shortener
-from teimgr.engine.weights.host import HostWeights
+from teimgr.engine.weights.own import HostWeights
 from teimgr.errors import ModelLoadFailed, TeimgrError
 from teimgr.models.layout import Layout, PatchSteps, SoftSteps
 

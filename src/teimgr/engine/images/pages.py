@@ -24,7 +24,7 @@ from teimgr.engine.backbone import Batching, WholeModel
 from teimgr.engine.batching.batch import Encoded, PackedBatch, TokenizedTexts, to_device
 from teimgr.engine.fidelity.fidelity_gate import MIN_REQUESTED_COSINE
 from teimgr.engine.heads import Rows
-from teimgr.engine.heads.multi_vector import offsets
+from teimgr.engine.heads.pooling import offsets
 from teimgr.engine.images.inputs import PicturedBatch, PictureTokenizer
 from teimgr.engine.images.model import EXACT_COSINE, PicturedModel, known_pictures, least_cosine
 from teimgr.engine.images.pixels import Pixels, PixelTable, grid_of, resized_shape, tokens_in
@@ -36,7 +36,7 @@ from teimgr.engine.native_forward.program import CannotLowerError
 from teimgr.engine.text.templates import CausalTemplate
 from teimgr.engine.text.tokenizer import TokenizeOptions
 from teimgr.engine.text.tokenizer_library import TokenizerLibrary, load_tokenizer
-from teimgr.engine.weights.host import HostWeights
+from teimgr.engine.weights.own import HostWeights
 from teimgr.errors import EmptyInput, InvalidInput, ModelLoadFailed, TeimgrError
 from teimgr.models.layout import DualEncoder, Layout, PageTexts, PairTemplate, PatchSteps, TileSteps
 

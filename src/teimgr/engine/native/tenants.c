@@ -1,4 +1,4 @@
-// Quotas of tenants in a file that several processes map: what wire/tenants/quotas.py says, with atomic operations.
+// Quotas of tenants in a file that several processes map: what wire/tenants/table.py says, with atomic operations.
 //
 // No lock, so that a process that is stopped or killed holds up no other. A charge that is refused by a later quota is
 // taken back from the ones before; until then others may be refused, but never too much is admitted.

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast
 
+from teimgr.engine.attention import depends_on_batch, own_rotary
 from teimgr.engine.native_forward.kernel import ForwardKernel, forward_kernel
 from teimgr.engine.native_forward.program import CannotLowerError, Columns, ForwardProgram, Step
 from teimgr.engine.native_forward.trace import TRACED_TOKENS
-from teimgr.engine.rotary import depends_on_batch, own_rotary
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,15 @@ from torch import Tensor
 from teimgr.engine.batching.batch import PackedBatch
 from teimgr.engine.core_load import HelperWaits
 from teimgr.engine.native_forward.lowering import lower
-from teimgr.engine.native_forward.packed_weights import WeightPacker, narrowest
-from teimgr.engine.native_forward.program import CannotLowerError, ForwardProgram, Step, Table, quantised
+from teimgr.engine.native_forward.program import (
+    CannotLowerError,
+    ForwardProgram,
+    Step,
+    Table,
+    WeightPacker,
+    narrowest,
+    quantised,
+)
 from teimgr.engine.native_forward.trace import trace_forward
 from teimgr.engine.native_library import (
     BFLOAT16_LEVEL,

@@ -20,15 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from teimgr.engine.native_forward.lowered_values import (
+from teimgr.engine.native_forward.program import CannotLowerError, Columns, ForwardProgram, Step, Table, fused
+from teimgr.engine.native_forward.trace import (
     SYMBOLIC,
     TOKEN,
+    TRACED_TOKENS,
+    ForwardRecord,
     Function,
     Index,
     Lookups,
     MeanSquare,
     Normalised,
     OfPositions,
+    OperatorCall,
     StepRows,
     Turned,
     arranged,
@@ -40,10 +44,9 @@ from teimgr.engine.native_forward.lowered_values import (
     recognise_activation,
     rows_by_position,
     sum_lookups,
+    trace_forward,
     viewed,
 )
-from teimgr.engine.native_forward.program import CannotLowerError, Columns, ForwardProgram, Step, Table, fused
-from teimgr.engine.native_forward.trace import TRACED_TOKENS, ForwardRecord, OperatorCall
 from teimgr.engine.native_library import MAX_HEAD_SIZE, MAX_HEADS
 
 log = logging.getLogger(__name__)
@@ -405,3 +408,31 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.cat.default: _joined,
     **{each.default: _apply_pointwise(each.default) for each in _ATEN_ACTIVATIONS},
 }
+
+
+def rehearse() -> None:
+    """Do in the fork server what the first load of a process does once for all later ones, on a model of no size.
+
+    The first load in a process compiles the patterns of transformers, finds the overloads of torch's operators, and
+    fills tables of both: a fifth of a small model's load. A worker loads once, so it would pay that each time. No
+    tensor is large enough for a second thread.
+
+    Raises:
+        Exception: of any kind, from transformers' or torch's own code.
+    """
+    from transformers import BertConfig, BertModel
+    from transformers.initialization import no_init_weights
+
+    config = BertConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    kind: Any = BertModel
+    with no_init_weights():
+        module = kind._from_config(config, dtype=torch.float32, attn_implementation="sdpa", add_pooling_layer=False)
+    module.eval().requires_grad_(False)
+    lower(trace_forward(module, {}))

@@ -1,15 +1,20 @@
-"""A record of the ATen operators of a model's own forward, made while it runs once on one short text."""
+"""A record of the ATen operators of a model's own forward, made while it runs once on one short text.
+
+Its values while it is lowered: places in rows, sums of look-ups, functions of them. Besides these (`SYMBOLIC`), a value
+may be a constant (a tensor or a number) or a list of values.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
@@ -152,3 +157,198 @@ def trace_forward(module: Any, options: dict[str, Any]) -> ForwardRecord:
         with suppress(ValueError):
             module.set_attn_implementation(own)
     return record
+
+
+TOKEN = 1 << 32  # the places of two tokens are so far apart
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRows:
+    """Elements of the result of step `key`: those at `places` (token × TOKEN + column), negated where set."""
+
+    key: int
+    places: Tensor
+    negated: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """One number per token of the batch: its id, position or type."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfPositions:
+    """Computed from the positions alone, [1, T] int64."""
+
+    run: Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lookups:
+    """A sum of rows of tables, and of a row that is the same for every token, times `scale`."""
+
+    tables: tuple[tuple[Tensor, str], ...] = ()
+    constant: Tensor | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Function:
+    """A function of each number of `rows`; which one is found when the result is needed."""
+
+    rows: StepRows
+    run: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeanSquare:
+    """An RMS norm as far as it has been traced: squares of `rows`; with `is_mean` their mean over the last dimension
+    plus `epsilon`; with `inverse` the inverse root of that."""
+
+    rows: StepRows
+    epsilon: float = 0.0
+    is_mean: bool = False
+    inverse: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normalised:
+    """`rows` divided by the root of their mean square, not yet multiplied by weights."""
+
+    rows: StepRows
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turned:
+    """StepRows times factors that depend on their position: half of a rotation."""
+
+    rows: StepRows
+    factor: OfPositions
+
+
+SYMBOLIC = (StepRows, Index, OfPositions, Lookups, Function, MeanSquare, Normalised, Turned)
+# The functions that steps compute, by their names there.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def recognise_activation(run: Callable[[Tensor], Tensor]) -> str:
+    """Return the name of the known activation that computes `run`. Raises CannotLowerError for other functions."""
+    grid = torch.linspace(-8, 8, 1001)
+    values = run(grid)
+    for name, known in _ACTIVATIONS.items():
+        if torch.allclose(values, known(grid), atol=1e-5):
+            return name
+    raise CannotLowerError("another function of each number than the known activations")
+
+
+def number_of(value: Any) -> float | None:
+    """Return the number that a constant has in every element."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def combine_pointwise(function: Any, a: Any, b: Any) -> Function | None:
+    """Return the sum or product of functions of the same rows, or of one and a number; None for anything else."""
+    numbers = [number_of(one) for one in (a, b)]
+    kinds = [isinstance(one, Function) for one in (a, b)]
+    rows = [one.rows if isinstance(one, Function) else one for one in (a, b)]
+    if not any(isinstance(one, StepRows) for one in rows):
+        return None
+    same = all(isinstance(one, StepRows) for one in rows) and rows[0].key == rows[1].key
+    same = same and any(kinds) and torch.equal(rows[0].places, rows[1].places)
+    if not same and all(one is None for one in numbers):
+        return None
+    base = rows[0] if isinstance(rows[0], StepRows) else rows[1]
+
+    def run(x: Tensor) -> Tensor:
+        values = []
+        for one, number in zip((a, b), numbers, strict=True):
+            values.append(one.run(x) if isinstance(one, Function) else x if number is None else number)
+        result: Tensor = function(*values) if isinstance(values[0], Tensor) else function(values[1], values[0])
+        return result
+
+    return None if base.negated is not None else Function(base, run)
+
+
+def flat(args: Any) -> list[Any]:
+    """Flatten nested lists and tuples, in order."""
+    if isinstance(args, (list, tuple)):
+        return [one for part in args for one in flat(part)]
+    return [args]
+
+
+def at_positions(args: Any, positions: Tensor) -> Any:
+    """Return `args` with everything that depends on positions computed for these positions."""
+    if isinstance(args, (list, tuple)):
+        return [at_positions(one, positions) for one in args]
+    return args.run(positions) if isinstance(args, OfPositions) else args
+
+
+def viewed(rows: StepRows, places: Any) -> Any:
+    """Return other views of the same rows: one, or several as a list. Raises CannotLowerError for negated rows."""
+    if rows.negated is not None:
+        raise CannotLowerError("a view of negated values")
+    if isinstance(places, (list, tuple)):
+        return [StepRows(rows.key, one) for one in places]
+    return StepRows(rows.key, places)
+
+
+def arranged(rows: StepRows, like: StepRows) -> StepRows:
+    """Return the result [1, T, columns] of a step in the arrangement of the values that it was made from."""
+    shape = like.places.shape
+    if len(shape) == 4 and shape[2] == TRACED_TOKENS:
+        return replace(rows, places=rows.places.view(1, TRACED_TOKENS, shape[1], shape[3]).transpose(1, 2))
+    return replace(rows, places=rows.places.view(shape))
+
+
+def _as_lookups(value: Any) -> Lookups | None:
+    """Return a value as a sum of look-ups, if it is one."""
+    if isinstance(value, Lookups):
+        return value
+    if isinstance(value, Tensor) and value.dim() in (1, 3) and value.is_floating_point():
+        return Lookups(constant=one_row(value, value.shape[-1]))
+    return None
+
+
+def sum_lookups(a: Any, b: Any) -> Lookups | None:
+    """Return the sum of two sums of look-ups; None if one of them is something else."""
+    one, other = _as_lookups(a), _as_lookups(b)
+    if one is None or other is None or one.scale != 1.0 or other.scale != 1.0:
+        return None
+    constants = [each.constant for each in (one, other) if each.constant is not None]
+    return Lookups(one.tables + other.tables, sum(constants[1:], constants[0]) if constants else None)
+
+
+def one_row(value: Tensor, width: int) -> Tensor:
+    """Return the row [width] that a constant adds to every token; raises CannotLowerError if tokens differ."""
+    rows = value.reshape(-1, value.shape[-1])
+    if value.shape[-1] != width or not bool((rows == rows[0]).all()):
+        raise CannotLowerError("a constant that differs between tokens")
+    return rows[0]
+
+
+def rows_by_position(factor: OfPositions, width: int) -> Callable[[int], Tensor]:
+    """Return a function of n that computes the factors of the first n positions, float32 [n, width].
+
+    Raises:
+        CannotLowerError: a position has more than `width` factors, for example some per head.
+    """
+
+    def rows(count: int) -> Tensor:
+        table: Tensor = factor.run(torch.arange(count)[None])
+        return table.reshape(count, width).float().contiguous()
+
+    if factor.run(torch.arange(TRACED_TOKENS)[None]).numel() != TRACED_TOKENS * width:
+        raise CannotLowerError("a factor that differs between heads")
+    return rows

@@ -15,8 +15,7 @@ from teimgr.engine.heads.pooling import DenseHead
 from teimgr.engine.images.model import DualModel
 from teimgr.engine.job import Output
 from teimgr.engine.library_model import load_module
-from teimgr.engine.sounds.files import SoundDecoder, known_samples
-from teimgr.engine.sounds.spectrograms import Spectrograms, prepare
+from teimgr.engine.sounds.files import SoundDecoder, Spectrograms, known_samples, prepare
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Layout
 

@@ -17,11 +17,10 @@ from tokenizers import Encoding
 from teimgr.engine.batching.batch import Encoded, TokenizedTexts
 from teimgr.engine.job import InferOptions, Input, Pair, ZeroVector, characters
 from teimgr.engine.text.boundaries import Boundaries
-from teimgr.engine.text.converted_tokenizer import check_of_texts
 from teimgr.engine.text.listwise import ListPrompt
 from teimgr.engine.text.templates import DOCUMENT, QUERY, CausalTemplate, PiecedTemplate, late_interaction_roles
 from teimgr.engine.text.tokenizer_config import named_tokens
-from teimgr.engine.text.tokenizer_library import TokenizerLibrary, load_tokenizer, unknown_id
+from teimgr.engine.text.tokenizer_library import TokenizerLibrary, check_of_texts, load_tokenizer, unknown_id
 from teimgr.engine.text.truncation import (
     COUNTED_CHARACTERS,
     FIRST_PER_TOKEN,

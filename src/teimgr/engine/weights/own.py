@@ -1,21 +1,89 @@
-"""Weights that have other names in a model's files than in the library, as the library is to be given them."""
+"""Weights as the library is to be given them, if a model's files name or store them otherwise, and on their way there.
+
+In a GGUF file (llama.cpp) of a Qwen3 model, whose head `models/gguf_head.py` reads, each weight becomes the float32
+value that its type in the file stands for, as transformers' reader computes it; the package gguf reads blocks of types
+other than Q8_0. `HostWeights` keeps the weights of a model on the host and gives them to a device in one dtype after
+another.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
+from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from tokenizers import AddedToken, Tokenizer, models
+from torch import Tensor, nn
 
 from teimgr.engine.heads.projections import read_weights
-from teimgr.engine.weights.gguf import gguf_weights
 from teimgr.engine.weights.onnx import onnx_weights
+from teimgr.errors import ModelLoadFailed
+from teimgr.models.bounded_json import HeadTensor
 from teimgr.models.directory import onnx_file, weight_files
-from teimgr.models.gguf_head import GGUF
+from teimgr.models.gguf_head import GGUF, read_gguf
 from teimgr.models.jina_code import JINA_XLM_ROBERTA
 from teimgr.models.layout import Layout
 from teimgr.models.own_code import DPR, ONNX
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BLOCK_BYTES = 34  # of Q8_0: a scale in float16, and 32 bytes
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are whole wherever they stand in a text
+
+
+def gguf_weights(file: Path) -> dict[str, Tensor]:
+    """Return the weights of a GGUF file by the library's names; raises like `read_gguf`."""
+    found = {}
+    with file.open("rb") as opened:
+        for tensor in read_gguf(file).tensors:
+            opened.seek(tensor.begin)
+            data = bytearray(tensor.end - tensor.begin)
+            if opened.readinto(data) < len(data):
+                raise ModelLoadFailed(f"{file.name} ends too soon")
+            found[tensor.name] = _float32(data, tensor).reshape(tensor.shape)
+    return found
+
+
+def _float32(data: bytearray, tensor: HeadTensor) -> Tensor:
+    if tensor.dtype in _FLOATS:
+        return torch.frombuffer(data, dtype=_FLOATS[tensor.dtype]).float()
+    if tensor.dtype == "Q8_0":
+        blocks = torch.frombuffer(data, dtype=torch.uint8).reshape(-1, _BLOCK_BYTES)
+        scales = blocks[:, :2].contiguous().view(torch.float16).float()
+        return blocks[:, 2:].view(torch.int8).float().mul_(scales)
+    gguf: Any = importlib.import_module("gguf")
+    rows = np.frombuffer(data, np.uint8).reshape(tensor.elements // tensor.shape[-1], -1)
+    return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[tensor.dtype]))
+
+
+def gguf_tokenizer(file: Path) -> Tokenizer:
+    """Return the tokenizer in a GGUF file, with the steps of Qwen's own, but without the token after every text.
+
+    Raises like `read_gguf`, also if tokens, their types and merges do not fit together.
+    """
+    from transformers import Qwen2Tokenizer
+
+    values = read_gguf(file).values
+    tokens, kinds, merges = (values.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges"))
+    if not isinstance(tokens, list) or not isinstance(merges, list) or not isinstance(kinds, tuple | array):
+        raise ModelLoadFailed(f"{file.name} has no tokens, token_type or merges (tokenizer.ggml)")
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    if not len(vocabulary) == len(tokens) == len(kinds):
+        raise ModelLoadFailed(f"{file.name} has a token twice, or {len(kinds):,} types of {len(tokens):,} tokens")
+    pairs = [tuple(merge.split(" ")) for merge in merges]  # the library refuses others than pairs
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    qwens: Any = Qwen2Tokenizer
+    steps = qwens().backend_tokenizer
+    tokenizer.normalizer, tokenizer.pre_tokenizer = steps.normalizer, steps.pre_tokenizer
+    tokenizer.decoder = steps.decoder
+    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
+        add([AddedToken(token, normalized=False) for token, own in zip(tokens, kinds, strict=True) if own == kind])
+    return tokenizer
+
 
 Weights = dict[str, Tensor]
 
@@ -106,3 +174,43 @@ def _dpr(weights: Weights, _layout: Layout) -> Weights:
 
 
 _CONVERSIONS: dict[str, Callable[[Weights, Layout], Weights]] = {JINA_XLM_ROBERTA: _jina_xlm_roberta, DPR: _dpr}
+
+
+class HostWeights:
+    """The float32 parameters of a module on the host: memory-mapped files, or what their types were widened to.
+
+    They are kept until a dtype is chosen, so that another one needs neither the files again nor float32 copies on the
+    device: each parameter is converted here and then copied, half as many bytes over the bus.
+    """
+
+    def __init__(self, module: nn.Module, heads: Sequence[nn.Module] = (), apart: nn.Module | None = None) -> None:
+        """`heads` are modules of our own behind `module`, which compute in float32; `apart` is placed for itself."""
+        self.module = module
+        self.apart = None if apart is None else HostWeights(apart)
+        self._heads = heads
+        self._parameters = [
+            (owner, name, parameter)
+            for owner in module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+
+    def place(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Put the module on `device`, parameters in `dtype`; buffers (rotary frequencies) keep their precision.
+
+        Raises:
+            RuntimeError: torch's own, if one cannot be allocated.
+        """
+        placed: dict[int, nn.Parameter] = {}  # a parameter may have two owners
+        for owner, name, source in self._parameters:
+            owner._parameters[name] = None  # what an earlier call put there goes first
+            if id(source) not in placed:
+                copy = source.detach().to(dtype).to(device)
+                placed[id(source)] = nn.Parameter(copy, requires_grad=False)
+            owner._parameters[name] = placed[id(source)]
+        for owner in self.module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = buffer.to(device)
+        for head in self._heads:
+            head.to(device)

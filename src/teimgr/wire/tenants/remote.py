@@ -15,8 +15,7 @@ from typing import Protocol
 
 from teimgr.errors import TeimgrError, Unavailable
 from teimgr.wire.frames import FrameType, Header, Received, pack_error, retry_after_ms
-from teimgr.wire.tenants.quotas import MAX_TOKENS
-from teimgr.wire.tenants.table import COUNTERS, Counter
+from teimgr.wire.tenants.table import COUNTERS, MAX_TOKENS, Counter
 
 
 class Note(IntEnum):

@@ -18,7 +18,7 @@ from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, input_checks
 from teimgr.worker.dialects import infinity, openai, rerank, tokens
-from teimgr.worker.dialects.truncation import Cut, fitted
+from teimgr.worker.dialects.tokens import Cut, fitted
 from teimgr.worker.images import SentImage, SentItem
 
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]

@@ -21,7 +21,7 @@ from teimgr.spec import KEEP_ALIVE, LOAD_NS
 from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker import input_checks
-from teimgr.worker.dialects.truncation import Cut, fitted
+from teimgr.worker.dialects.tokens import Cut, fitted
 
 # Ignored options of Ollama: sampling of generated text, and loading of the model.
 _WITHOUT_EFFECT = frozenset(

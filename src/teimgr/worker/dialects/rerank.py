@@ -26,7 +26,7 @@ from teimgr.wire.frames import HttpReply, HttpRequest
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, input_checks
 from teimgr.worker.dialects.openai import MediaOptions, text_of_object
-from teimgr.worker.dialects.truncation import Side, Tokens, fitted_documents
+from teimgr.worker.dialects.tokens import Side, Tokens, fitted_documents
 
 _DOCUMENTS_PER_SEARCH_UNIT = 100
 _MAX_FIELD_WEIGHT = 10_000

@@ -24,8 +24,7 @@ from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, input_checks
 from teimgr.worker.dialects.rerank import relevance
-from teimgr.worker.entities import OUTSIDE, entities
-from teimgr.worker.scores import predictions
+from teimgr.worker.scores import OUTSIDE, entities, predictions
 
 MSGPACK = "application/msgpack"
 _MSGPACK_TYPES = (MSGPACK, "application/x-msgpack")

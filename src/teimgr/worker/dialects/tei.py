@@ -38,7 +38,7 @@ from teimgr.worker.dialects.serde_json import Fault
 from teimgr.worker.dialects.serde_types import Optional, Struct, Type, read_body
 from teimgr.worker.dialects.tei_bodies import is_ambiguous, may_be_ambiguous, may_be_deep
 from teimgr.worker.dispatcher import Dispatcher
-from teimgr.worker.entities import Aggregation, entities
+from teimgr.worker.scores import Aggregation, entities
 
 if TYPE_CHECKING:  # importing the engine imports torch
     from teimgr.engine.engine import Engine

@@ -22,11 +22,10 @@ from teimgr.wire.quantisation import Precision, converted
 from teimgr.worker import http_inference as http
 from teimgr.worker import images, input_checks
 from teimgr.worker.dialects import infinity, openai, rerank, tokens
-from teimgr.worker.dialects.binary_vectors import BINARY_FORMATS, EmbedDtype, Endianness, binary_reply
-from teimgr.worker.dialects.openai import AnyEncoding
+from teimgr.worker.dialects.openai import BINARY_FORMATS, AnyEncoding, EmbedDtype, Endianness, binary_reply
 from teimgr.worker.dialects.rerank import relevance
-from teimgr.worker.dialects.truncation import Side, Tokens, fitted, fitted_documents
-from teimgr.worker.entities import probabilities
+from teimgr.worker.dialects.tokens import Side, Tokens, fitted, fitted_documents
+from teimgr.worker.scores import probabilities
 
 Text = str | http.Texts
 Task = Literal["embed", "classify", "token_embed", "token_classify"]

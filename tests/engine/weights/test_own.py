@@ -13,9 +13,8 @@ from tests.support.models import TEXTS, build
 from tests.support.models.other_forms import move_to_gguf
 
 from teimgr.engine.library_reference import NoReferenceError, load_reference
-from teimgr.engine.text.converted_tokenizer import PROBES
-from teimgr.engine.text.tokenizer_library import load_tokenizer
-from teimgr.engine.weights.gguf import gguf_weights
+from teimgr.engine.text.tokenizer_library import PROBES, load_tokenizer
+from teimgr.engine.weights.own import gguf_weights
 from teimgr.models import gguf_head
 from teimgr.models.directory import missing_file
 from teimgr.models.reading import read_layout

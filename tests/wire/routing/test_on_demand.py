@@ -13,8 +13,7 @@ from teimgr.errors import DeadlineExceeded, Overloaded, Returning, Stopped, Unav
 from teimgr.observability.request_context import RequestContext, use_context
 from teimgr.spec import RouteEntry, State, WorkerEndpoint
 from teimgr.wire.protobuf import Target
-from teimgr.wire.routing.on_demand import NO_LOADS, WaitingCalls, call_when_ready
-from teimgr.wire.routing.returning import ReturningWorkers
+from teimgr.wire.routing.on_demand import NO_LOADS, ReturningWorkers, WaitingCalls, call_when_ready
 from teimgr.wire.routing.router import Router
 
 RUNNING = RouteEntry(

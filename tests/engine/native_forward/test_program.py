@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from teimgr.engine.native_forward.packed_weights import WeightPacker, narrowest
+from teimgr.engine.native_forward.program import WeightPacker, narrowest
 
 PANEL = 16
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from teimgr.errors import Code
-from teimgr.wire.tenants.quotas import (
+from teimgr.wire.tenants.table import (
     LEASE_S,
     MAX_TOKENS,
     NS_PER_S,
