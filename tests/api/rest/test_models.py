@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.api.page_parts import parts
 from tests.support.hub_server import SHA, Hub
 from tests.support.rest_listener import Fleet, Front, listening
 
@@ -51,7 +53,10 @@ async def front(settings: Settings, tmp_path: Path, hub: Hub) -> AsyncIterator[F
         return made[-1]
 
     settings = replace(settings, models=("configured/model",))
-    async with listening(settings, registry) as front, aiohttp.ClientSession(front.url) as front.http:
+    async with (
+        listening(settings, registry, parts=parts(settings)) as front,
+        aiohttp.ClientSession(front.url) as front.http,
+    ):
         yield front
         await made[0].close()
 
@@ -86,6 +91,9 @@ async def test_a_model_of_an_instance_is_listed_with_its_users(front: Front) -> 
     await front.create("one", model_id="used/model")
     (_, used) = await front.call("GET", "/models", 200)
     assert (used["model_id"], used["used_by"], used["status"]) == ("used/model", ["one"], "available")
+    async with front.http.get("/ui/models") as reply:  # there may be no such model
+        (line,) = re.findall(r'data-model="used/model".*?</tr>', await reply.text(), re.DOTALL)
+    assert ">not downloaded<" in line
 
 
 @pytest.mark.clause("M2.1-models", "M2.8-info")

@@ -31,9 +31,16 @@ function watch(line) {
   source.onerror = () => { if (source.readyState === EventSource.CLOSED) finish(); };
 }
 
+// REST calls a model "available" that is not on this host; nobody knows yet whether there is one of that name.
+function showStatus(line, status) {
+  const shown = $("[data-field=status]", line);
+  setState(shown, status);
+  if (status === "available") shown.textContent = "not downloaded";
+}
+
 function show(line, model) {
   line.dataset.status = model.status;
-  setState($("[data-field=status]", line), model.status);
+  showStatus(line, model.status);
   $("[data-field=problem]", line).textContent = model.download_error ?? model.verification_error ?? "";
   const download = $("[data-do=download]", line);
   if (download) {
@@ -66,7 +73,7 @@ for (const line of $$("#models tbody tr")) {
   for (const button of $$("[data-do]", line)) {
     button.addEventListener("click", async () => {
       const before = line.dataset.status;
-      if (!(await attempt(button, () => actions[button.dataset.do](line)))) setState($("[data-field=status]", line), before);
+      if (!(await attempt(button, () => actions[button.dataset.do](line)))) showStatus(line, before);
     });
   }
 }
