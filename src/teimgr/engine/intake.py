@@ -1,12 +1,12 @@
-"""Intake of jobs into the engine: their rows are tokenized and become entries of the queue.
+"""Intake of jobs into the engine: tokenizes their rows into entries of the queue.
 
 If nothing else waits, a few queries are tokenized on the calling thread, and computed there too if the model is fast
-(`Intake.start`): that takes less time than waking other threads.
+(`Intake.start`), which is faster than waking other threads.
 
-Everything else is tokenized by two threads. The first takes all small jobs that wait in one call of the library, and
-large ones in chunks, so a query never waits for a whole file of texts. The second takes long texts, in as many calls as
-their cuts need (`engine/text/truncation.py`), so no other text waits for them. Rows that cannot be tokenized go
-straight to the finisher as failures.
+Two threads tokenize everything else. The first tokenizes all waiting small jobs in one call of the library, and large
+ones in chunks, so a query never waits for a whole file of texts. The second tokenizes long texts, in as many calls as
+their cuts need (`engine/text/truncation.py`), so no other text waits for them. The finisher gets rows that cannot be
+tokenized as failures.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from teimgr.wire.text_column import TextColumn
 log = logging.getLogger(__name__)
 
 _CHUNK_TEXTS = 1024
-_CHUNK_CHARS = 50_000  # some 10 ms on one core, native 1: what a query may have to wait for
-_BULK_TURN = 4  # while interactive jobs wait, every fourth chunk is of the bulk lane
-# A longer text is left to the thread for long ones: of this much the library takes some 10 ms, at worst 50.
+_CHUNK_CHARS = 50_000  # some 10 ms on one core, 1 ms by the native tokenizer; a query may wait for one chunk
+_BULK_TURN = 4  # while interactive jobs wait, every fourth chunk is from the bulk lane
+# Longer texts are left to the thread for long texts: the library takes some 10 ms for this size, at worst 50.
 _LONG_CHARS = 16_384
-_LONG_TEXTS = 8  # tokenized together, of as many jobs as there are
-# The most that is tokenized on the caller's thread, an event loop: less than half a millisecond.
+_LONG_TEXTS = 8  # tokenized together, from several jobs
+# The most that is tokenized on a calling event loop: less than half a millisecond.
 _AT_ONCE_TEXTS = 32
 _AT_ONCE_CHARS = 2000
 _LAST_QUERY_S = 0.1
 _PROMPTED_PAIR = "Input validation error: `prompt_name` cannot be set with dual inputs"
-_CHARS_PER_TOKEN = 3  # for the estimate before tokenization; few texts have shorter tokens
+_CHARS_PER_TOKEN = 3  # estimate before tokenization; few texts have shorter tokens
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A job that is not fully tokenized: its next row, and the estimated tokens of the rows that are left."""
+    """A job that is not fully tokenized: its next row, and the estimated tokens of the remaining rows."""
 
     job: Job
     options: TokenizeOptions
@@ -63,7 +63,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Rows to tokenize together: from each job, its next range of rows."""
+    """Rows to tokenize together: the next range of rows of each job."""
 
     parts: list[tuple[_Pending, range]] = field(default_factory=list)
     empty: list[Job] = field(default_factory=list)
@@ -81,7 +81,7 @@ class _Chunk:
         end = limit = min(len(inputs), begin + _CHUNK_TEXTS - self.texts)
         if begin == 0 and end == len(inputs) and _are_short(job) and self.chars + job.chars < _CHUNK_CHARS:
             self.chars += job.chars
-        elif isinstance(inputs, TextColumn):  # its bytes count
+        elif isinstance(inputs, TextColumn):  # counts bytes
             bounds = inputs.offsets[begin : limit + 1]
             if len(long := np.flatnonzero(np.diff(bounds) > _LONG_CHARS)):
                 limit = begin + int(long[0])
@@ -103,7 +103,7 @@ class _Chunk:
 
 
 class QueryRunner(Protocol):
-    """Interface of the runner that computes queries, on its own thread or on the thread that calls it."""
+    """Interface of the runner that computes queries, on its own thread or the calling one."""
 
     def is_idle(self) -> bool:
         """True if nothing is computed and no query is in the queue."""
@@ -116,8 +116,8 @@ class Intake:
     """Accepts jobs on any thread. `run` is the body of the tokenizer thread, until closed and empty, or abandoned;
     `run_long` is that of the thread for long texts.
 
-    `limit_tokens` bounds each lane. It only protects the engine itself: servers limit their callers before. A cancelled
-    job counts until its turn comes. `queries` computes the queries that `start` tokenizes.
+    `limit_tokens` bounds each lane, to protect the engine: servers limit their callers before. A cancelled job counts
+    until its turn. `queries` computes the queries that `start` tokenizes.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Intake:
         """
         try:
             entries, failures = self._tokenize(chunk)
-        except BaseException:  # a panic of the library, which ends the thread that meets it: not this one
+        except BaseException:  # a panic of the library must not end the caller's thread: another thread gets the rows
             self._put_back(chunk.parts)
             return []
         parts = chunk.parts
@@ -293,7 +293,7 @@ class Intake:
             self._closed = True
             self._changed.notify()
             self._long_changed.notify()
-        if self._tokenizing.acquire(timeout=_LAST_QUERY_S):  # a query that is being tokenized is in the queue then
+        if self._tokenizing.acquire(timeout=_LAST_QUERY_S):  # a query being tokenized is then queued
             self._tokenizing.release()
 
     def abandon(self) -> None:
@@ -398,7 +398,7 @@ class Intake:
                 self._estimates[pending.job.lane] -= pending.estimate
                 self._charging.forget(pending.job)
                 continue
-            if pending.job.refused is not None:  # by `start`
+            if pending.job.refused is not None:  # `start` refused it
                 self._estimates[pending.job.lane] -= pending.estimate
                 chunk.empty.append(pending.job)
                 continue
@@ -412,7 +412,7 @@ class Intake:
             if pending.next_row < len(texts):
                 inbox.append(pending)
         if self._closed and self._is_empty():
-            self._long_changed.notify()  # no more long texts can come: their thread ends after the last one
+            self._long_changed.notify()  # no more long texts will arrive: their thread ends after the last one
         return chunk
 
     def _set_long_aside(self, pending: _Pending) -> None:
@@ -459,7 +459,7 @@ class Intake:
         except Exception as error:
             if len(inputs) > 1:
                 return TokenizedTexts.of([self._tokenized([item], options)[0] for item in inputs])
-            log.exception("an input cannot be tokenized")
+            log.exception("tokenizing an input failed")
             return TokenizedTexts.of([TokenizerFailed(f"tokenizer error {error}")])
 
 

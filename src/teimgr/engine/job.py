@@ -27,9 +27,9 @@ class Lane(StrEnum):
 class Output(StrEnum):
     """The kinds of result; a job may request several from one forward.
 
-    DENSE one vector · SPARSE a weight per vocabulary entry · TOKENS the last hidden state of every token, special
-    tokens and prompt included; for a token classifier the logits of its labels · MULTI_VECTOR a projected, normalised
-    vector per kept token, for late interaction · SCORES a number per label.
+    DENSE one vector · SPARSE a weight per vocabulary entry · TOKENS the last hidden state of every token, with special
+    tokens and prompt; for a token classifier the logits of its labels · MULTI_VECTOR a projected, normalised vector
+    per kept token, for late interaction · SCORES a number per label.
     """
 
     DENSE = "dense"
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MediaFile:
-    """An image or a sound as an input: its file, and the format that its header names.
+    """An image or a sound as an input: its file, and the format in its header.
 
     It takes `tokens` of the forward. `digest` is the SHA-256 of the file: equal files have equal results.
     """
@@ -73,7 +73,7 @@ class MediaFile:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Picture(MediaFile):
-    """An image, with the size in pixels that its header names."""
+    """An image, with the size in pixels of its header."""
 
     width: int
     height: int
@@ -81,14 +81,14 @@ class Picture(MediaFile):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Sound(MediaFile):
-    """A sound, with the length that its header names."""
+    """A sound, with the length of its header."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """A text with images as one input, for a model that reads both: the images stand before the text.
+    """A text with images as one input, for a model that reads both: the images precede the text.
 
     `instruction` replaces the prompt of its job for this input.
     """
@@ -119,13 +119,13 @@ class SparseRow(NamedTuple):
     values: NDArray[np.float32]
 
 
-# A text, a pair, token ids of the model's vocabulary (int32 [tokens], special ones included), a file, or null; of
-# models that read texts and images in one input these too.
+# A text, a pair, token ids of the model's vocabulary (int32 [tokens], with special ones), a file, or null; contents
+# only for models that read texts and images in one input.
 Input = str | Pair | NDArray[np.int32] | MediaFile | Content | ContentPair | None
 
 
 class Share(NamedTuple):
-    """A tenant's share of a busy instance: by `weight` among the tenants of its `priority`; priority 0 goes first."""
+    """A tenant's share of a busy instance: by `weight` among the tenants of its `priority`; 0 is served first."""
 
     tenant: int = 0
     weight: int = 1
@@ -141,12 +141,12 @@ EQUAL = Share()
 
 
 Decided = Callable[[TeimgrError | None], None]
-"""Gets the decision on a charge: the reason where it is refused."""
+"""Gets the decision on a charge: the reason if it is refused."""
 
 
 class Account(Protocol):
-    """The account that a job is charged to. Any thread may call it. `is_shadowed`: without `shadow` the job would have
-    been refused."""
+    """The account to which a job is charged. Any thread may call it. `is_shadowed` if only `shadow` prevented a
+    refusal."""
 
     is_shadowed: bool
 
@@ -172,12 +172,12 @@ class InferOptions(NamedTuple):
     """The options of a call, the same for all its inputs.
 
     `dimensions` keeps that many leading values of the dense vector, before `normalize` scales it to length 1; both
-    concern only DENSE. None keeps as many as the model's files say. A text that is too long loses its end, or its
-    beginning with `truncation_left`, or if the model's files ask for it and the request names no side (`names_side`).
-    `prompt` is the text of a prompt, in place of one by name. `raw_scores` skips the model's activation and returns
-    logits. On a late-interaction model `prompt_name` "query" or "document" selects the role; None is "document".
-    `listed`: pairs with the same query are a list, which a listwise reranker scores together. With `pool_factor`, the
-    encoder of the answer keeps 1 / `pool_factor` of a document's vectors per token (`token_pooling`).
+    apply only to DENSE. None keeps the default of the model's files. A text that is too long loses its end, or its
+    beginning with `truncation_left`, or by the model's files if the request names no side (`names_side`). `prompt` is
+    the text of a prompt, in place of one by name. `raw_scores` skips the model's activation and returns logits. On a
+    late-interaction model `prompt_name` "query" or "document" selects the role; None is "document". If `listed`, pairs
+    with the same query are a list, which a listwise reranker scores together. With `pool_factor`, the encoder of the
+    answer keeps 1 / `pool_factor` of a document's vectors per token (`token_pooling`).
     """
 
     outputs: frozenset[Output] = frozenset({Output.DENSE})
@@ -195,11 +195,11 @@ class InferOptions(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Job:
-    """The inputs, options and results of one call. Rows fail one by one: `errors` maps a row to its error; a null input
+    """The inputs, options and results of one call. Rows fail singly: `errors` maps a row to its error; a null input
     always fails.
 
-    If `inputs` is a `TextColumn` and the tokenizer is native, no text becomes a Python object on its way to the device.
-    `deadline` is a `time.monotonic()` moment or None. `context` belongs to the caller; the engine does not use it. Only
+    If `inputs` is a `TextColumn` and the tokenizer is native, texts reach the device without becoming Python objects.
+    `deadline` is a `time.monotonic()` value or None. `context` belongs to the caller; the engine does not use it. Only
     the finisher writes results; they are complete when the job is delivered. Results of outputs that were not requested
     stay empty, and rows in `errors` are zero or None:
 
@@ -211,11 +211,10 @@ class Job:
 
     `share` is the share of the job's tenant, `tenant` the tenant's number: 0 for none, negative for the engine itself.
     `account` is charged before the job's rows are queued; if it refuses, the job is delivered with only `refused`.
-    `cut_to` is the number of dimensions that dense vectors are cut to, None for all; with `is_rounded` they become the
-    model's integers. `chars` counts ids for an input that is given as ids; the job counts if it is not given, and
-    counts `media_tokens`, those of images and sounds, when asked (`tokens_of_media`). The three times are means over
-    the served rows: from submission to queue, from queue to the start of the batch, and the duration of the row's
-    batch.
+    `cut_to` is the number of dimensions to which dense vectors are cut, None for all; with `is_rounded` they become the
+    model's integers. `chars`, counted by the job if not given, counts ids of inputs that are ids; `media_tokens`, those
+    of images and sounds, are counted by `tokens_of_media`. The three times are means over the served rows: from
+    submission to queue, from queue to the start of the batch, and the duration of the row's batch.
     """
 
     inputs: Sequence[Input]
@@ -262,7 +261,7 @@ class Job:
         self.cut_to = self.options.dimensions or (dimension if is_cut else None)
         if Output.DENSE in outputs:
             self.vectors = np.zeros((rows, self.options.dimensions or dimension), dtype=np.float32)
-            if len(outputs) == 1:  # as of nearly all
+            if len(outputs) == 1:  # nearly all jobs
                 return
         if Output.SCORES in outputs:
             self.scores = np.zeros((rows, labels), dtype=np.float32)
@@ -347,7 +346,7 @@ _NOT_SIZED = frozenset({Pair, ContentPair, type(None)})
 
 def characters(item: Input) -> int:
     """Return the number of characters of an input, or of its ids; 0 for null."""
-    if type(item) is str:  # at once, as thousands of a request are
+    if type(item) is str:  # first: requests have thousands of texts
         return len(item)
     if item is None:
         return 0
@@ -374,7 +373,7 @@ def total_characters(inputs: Sequence[Input]) -> int:
     """Return the characters of all inputs together, counted as by `characters`."""
     if isinstance(inputs, (TextColumn, SharedTexts)):
         return inputs.characters
-    if _NOT_SIZED.isdisjoint(map(type, inputs)):  # as most: then C looks at each
+    if _NOT_SIZED.isdisjoint(map(type, inputs)):  # most requests: `len` of each in C
         return sum(map(len, cast(Sequence[str], inputs)))
     return sum(map(characters, inputs))
 
@@ -386,7 +385,7 @@ def total_media_tokens(inputs: Sequence[Input]) -> int:
     return sum([one.tokens for item in inputs for one in pictures_of(item)])
 
 
-# By kind of model or for any (None): the message of an output that a model lacks.
+# Messages for outputs that a model lacks, by its kind or for any (None).
 _UNSUPPORTED: dict[tuple[Kind | None, Output], str] = {
     (None, Output.DENSE): "Model is not an embedding model",
     (None, Output.TOKENS): "Model is not an embedding model",

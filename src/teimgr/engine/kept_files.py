@@ -1,4 +1,4 @@
-"""Small files that one load of a model keeps for the next one: read only where no one else may have written them."""
+"""Small files that one load of a model keeps for the next; read only if no other user can have written them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PrivateCacheFile:
-    """A file of at most `max_bytes` in a folder of at most `max_files`, which is made where it is missing.
+    """A file of at most `max_bytes` in a folder of at most `max_files`, which is created if it is missing.
 
-    Only files of this user that no one else may write are read. Errors of the disk are logged: a load never fails
-    because of them.
+    Only files that belong to this user and that others may not write are read. Errors of the disk are logged and do not
+    fail a load.
     """
 
     path: Path
@@ -36,7 +36,7 @@ class PrivateCacheFile:
             log.warning("%s is not used: %s", self.path, error)
             return None
         with suppress(OSError):
-            os.utime(self.path)  # the files that were not used for longest go first
+            os.utime(self.path)  # the least recently used files are removed first
         return content
 
     def write(self, content: bytes) -> None:
@@ -49,7 +49,7 @@ class PrivateCacheFile:
             write_atomically(self.path, content, mode=0o600)
             self._remove_oldest()
         except OSError as error:
-            log.warning("%s is not kept: %s", self.path, error)
+            log.warning("%s cannot be written: %s", self.path, error)
 
     def discard(self) -> None:
         with suppress(OSError):
@@ -66,7 +66,7 @@ Identity = tuple[object, ...]
 
 
 class TooManyFiles(OSError):
-    """There are more files than a model has."""
+    """The folder has more files than a model."""
 
 
 def identities(folders: Iterable[Path], most: int) -> list[Identity]:

@@ -1,7 +1,7 @@
-"""Results that need not be computed again: of an equal input that is under way, and from one engine's cache.
+"""Finds results that need not be computed again: of an equal input in a running batch, or in the engine's cache.
 
-Both are looked up when a batch begins, by the tokenized input: equal token ids, token types, role and task give equal
-results. Only the same tenant finds a result, so response times do not reveal what others asked. The kept results are
+Both are searched when a batch begins, by the tokenized input: equal token ids, token types, role and task give equal
+results. A tenant finds only its own results, so response times do not reveal the inputs of others. The kept results are
 those of the heads, before a request's dimensions and norm are applied.
 """
 
@@ -27,9 +27,9 @@ Numbers = tuple[Floats, NDArray[np.int64] | None]
 Result = Mapping[Output, Numbers]
 
 OWN_TENANT = -1
-"""Tenant of the engine's own jobs, which are always computed, since they test the device."""
+"""Tenant of the engine's own jobs, which are always computed, because they test the device."""
 RECENT_BYTES = 8 * 2**20
-"""The most result bytes of a batch that are kept for equal inputs that arrived while it ran."""
+"""The most result bytes of a batch kept for equal inputs that arrived while it ran."""
 _SAMPLE_MASK, _SAMPLE_KEPT = 7, 8192
 _ENTRY_BYTES = 500  # of a kept result beside its numbers and ids
 
@@ -52,7 +52,7 @@ def is_own(key: Key) -> bool:
 class DistinctInputs(NamedTuple):
     """The distinct inputs of a batch: `inputs_of` maps each text to the number of its input, `known` each key.
 
-    Inputs of different tenants are distinct. `known` is empty if it was not needed, or equal inputs are not looked for.
+    Inputs of different tenants are distinct. `known` is empty if it was not needed.
     """
 
     inputs: list[Encoded]
@@ -61,7 +61,7 @@ class DistinctInputs(NamedTuple):
 
 
 class ResultCache:
-    """Results by tenant and input, within `most_bytes`; the least recently used go first. Thread-safe."""
+    """Results by tenant and input, within `most_bytes`; the least recently used are dropped first. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -107,7 +107,7 @@ def _bytes_of(key: Key, result: Result) -> int:
 
 @dataclass(slots=True)
 class RecentBatch:
-    """The last batch of a thread: inputs that were submitted before it ended, at `ended_ns`, may take its results.
+    """The last batch of a thread, whose results are valid for inputs submitted before it ended, at `ended_ns`.
 
     `distinct` are its inputs; `places` are the rows of their results.
     """
@@ -133,7 +133,7 @@ class RepeatSample:
     """Estimates how many inputs repeat, from a sample of one in eight, chosen by hash.
 
     `repeated` of the `sampled` inputs were among the last `8 * _SAMPLE_KEPT` inputs, which a cache would have kept.
-    Only one thread counts at a time; any thread may read.
+    One thread counts at a time; any thread may read.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class RepeatSample:
     def count(self, keys: Iterable[Key]) -> None:
         """Count the inputs of a batch, each once."""
         for key in keys:
-            hashed = hash(key[0])  # which the bytes keep, where they were the key of a dictionary before
+            hashed = hash(key[0])  # bytes cache their hash, if they were a dictionary key before
             if hashed & _SAMPLE_MASK:
                 continue
             self.sampled += 1

@@ -1,8 +1,8 @@
 """Compare a loaded model with sentence-transformers or transformers, as a trial does (`teimgr models check`).
 
-The gate of each load (`fidelity_gate`) compares with this engine's own float32 forward, which has our tokenizer and our
-reading of the files in it. Here nothing is shared: a wrong prompt, truncation, pooling or token is seen too. It needs a
-second copy of the model and, where it is installed, an optional package, so only the process of a trial does it.
+The gate of each load (`fidelity_gate`) compares with this engine's own float32 forward, which uses our tokenizer and
+our readers of the files. This comparison shares nothing, so it also detects a wrong prompt, truncation, pooling or
+token. It needs a second copy of the model and, if installed, an optional package, so only a trial's process makes it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from teimgr.spec import OWN_FORWARD, Kind, LoadedModel
 
 log = logging.getLogger(__name__)
 
-# Of a long text in tokens: the library takes seconds for more on a CPU, and memory by the square of it.
+# Tokens of the long text: the library takes seconds for more on a CPU, and memory quadratic in the length.
 _LONGEST_TEXT = 4096
 _OVER_HALF = 9 / 16
 _PROMPT = "query: "
 _SHORT = (PROBE_TEXTS[1], PROBE_TEXTS[3], PROBE_TEXTS[4])
-_EMPTY = ""  # beside another text, of a pair
-_BLANK = " "  # alone: a text without a character is refused on every surface, one of white space is answered
-# Lowest cosine and largest difference of scores, relative to the largest above 1, by dtype.
+_EMPTY = ""  # in a pair
+_BLANK = " "  # alone: empty texts are refused by all APIs, white space is not
+# By dtype, the lowest cosine and the largest difference of scores, relative to the largest above 1.
 _LIMITS = {"float32": (0.999, 1e-3), "bfloat16": (0.98, 0.1), "float16": (0.98, 0.1), "int8": (0.95, 0.2)}
-_LOADING_BYTES = 1 << 30  # of the library itself and of its results, beside the weights
+_LOADING_BYTES = 1 << 30  # of the library and its results, in addition to the weights
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryComparison:
-    """What a model was compared with, and how close it is.
+    """The reference of a comparison, and how close the model is to it.
 
     `compared_with` is a library with its version, or `OWN_FORWARD` with the reason in `not_compared`. `min_cosine` is
     the lowest of all inputs; None for models with scores, whose `score_difference` is relative to the largest above 1.
-    `longest_tokens` is of the longest input.
+    `longest_tokens` is the length of the longest input.
     """
 
     compared_with: str
@@ -82,14 +82,14 @@ def compare_with_library(engine: Engine, threads: int, room_bytes: int | None, l
                 f"a second copy in float32 needs {needed / 1e9:.1f} GB of memory, "
                 f"and {room_bytes / 1e9:.1f} GB are free"
             )
-        torch.set_num_threads(threads)  # the engine's own results wait meanwhile
+        torch.set_num_threads(threads)  # the engine computes nothing meanwhile
         reference = load_reference(engine.layout)
         found = _compared(engine, reference, began + limit_s)
     except NoReferenceError as reason:
         return _own(engine.info, str(reason))
     except TeimgrError as error:
         return _own(engine.info, f"this model does not answer: {error.message}")
-    except Exception as error:  # of any kind, the library's or the model's own code
+    except Exception as error:  # of any type, from the library or the model's own code
         log.info("the library cannot run the model", exc_info=error)
         first = str(error).strip().partition("\n")[0]
         return _own(engine.info, f"the library cannot run it: {type(error).__name__}: {first[:300]}")
@@ -116,7 +116,7 @@ def _compared(engine: Engine, reference: LibraryReference, deadline: float) -> L
             if time.monotonic() > deadline:
                 raise NoReferenceError(f"{reference.name} took too long")
             job = engine.answers([one], probe.options(reference.output), max(1.0, deadline - time.monotonic()))
-            if 0 in job.errors:  # one text where pairs are wanted: refused, never served
+            if 0 in job.errors:  # the engine refuses it, such as a text in place of a pair
                 continue
             theirs = reference.compute(one, _prompt(engine, probe, reference))
             ours = _result(job, reference.output, theirs.shape[-1])

@@ -1,7 +1,7 @@
-"""Load a model of the transformers library from its directory, and account for every weight in its files.
+"""Loads a model of the transformers library from its directory, and accounts for every weight in its files.
 
-A model with a weight that is missing, of another shape, or not used by any module is refused: its results would be
-silently wrong. Weights that are left over may only be those of an unused head, or a table that the library computes.
+A model with a weight that is missing, of another shape, or used by no module is refused: its results would be silently
+wrong. Only weights of unused heads, and tables that the library computes, may be left over.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from teimgr.models.source import file_problem
 
 log = logging.getLogger(__name__)
 
-# Encoder-decoders of which only the encoder is used; AutoModel would load both.
+# Encoder-decoders whose encoder alone is used; AutoModel would load both.
 _ENCODERS = {
     "t5": "T5EncoderModel",
     "mt5": "MT5EncoderModel",
     "umt5": "UMT5EncoderModel",
     "t5gemma": "T5GemmaEncoderModel",
 }
-# Models with a head that no Auto class has.
+# Models whose head no Auto class has.
 _OWN_CLASSES = {
     "colpali": "ColPaliForRetrieval",
     "colqwen2": "ColQwen2ForRetrieval",
     "colmodernvbert": "ColModernVBertForRetrieval",
 }
-# Language models that the Auto class of causal ones does not have.
+# Language models that AutoModelForCausalLM lacks.
 _CHAT_CLASSES = {"qwen3_vl": "Qwen3VLForConditionalGeneration"}
 _AUTO_CLASSES = {
     Backbone.ENCODER: "AutoModel",
@@ -60,8 +60,8 @@ _AUTO_CLASSES = {
     Backbone.CAUSAL_LM: "AutoModelForCausalLM",
     Backbone.SEQ2SEQ_LM: "AutoModelForSeq2SeqLM",
 }
-# Weights that a model may have in its files and not use, by the beginning of their names behind the base model's
-# prefix: heads of pretraining and of tasks, and the pooler of BERT and its like.
+# Weights in the files that may be unused, by the beginning of their names after the base model's prefix: heads of
+# pretraining and of tasks, and the pooler of BERT and others.
 _UNUSED_HEADS = (
     *("pooler", "cls", "lm_head", "mlm_head", "embed_out", "predictions", "seq_relationship", "sop_classifier"),
     *("vocab_transform", "vocab_layer_norm", "vocab_projector", "generator_predictions", "generator_lm_head"),
@@ -70,7 +70,7 @@ _UNUSED_HEADS = (
     *("entity_predictions", "final_logits_bias", "logits_proj", "answer_class", "start_logits", "end_logits"),
 )
 _UNUSED_HEAD = re.compile(rf"(?:\w+\.)?(?:{'|'.join(_UNUSED_HEADS)})(?:\.|$)")
-# Tables that older versions saved with the weights, and that are computed now.
+# Tables that older versions saved with the weights; now they are computed.
 _COMPUTED = re.compile(
     r"(?:^|\.)(?:position_ids|token_type_ids|inv_freq|original_inv_freq|cos_cached|sin_cached|embed_positions\.weights|"
     r"h\.\d+\.attn\.(?:attention\.)?(?:masked_)?bias|(?:encoder|decoder)\.embed_tokens\.weight)$"
@@ -97,7 +97,7 @@ def load_module(layout: Layout, device: torch.device) -> Any:
         module, report = _read(layout, kind, config, options, weights)
         if (weights := _unwrapped(layout, report)) is not None:
             module, report = _read(layout, kind, config, options, weights)
-    except Exception as error:  # any, of the library or the model's own code; another attempt would fail too
+    except Exception as error:  # of any type, from the library or the model's own code
         if gpu.is_out_of_memory(error):
             raise
         broken = broken_file(layout.weights_dir)
@@ -133,7 +133,7 @@ def _read(
         local_files_only=True,
         use_safetensors=True if layout.safetensors_only else None,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are refused by `_account_for`, with both shapes
+        ignore_mismatched_sizes=True,  # `_account_for` refuses them, with both shapes
         **options,
     )
     return module, report
@@ -177,8 +177,8 @@ def load_plain_module(layout: Layout, device: torch.device) -> Any | None:
             if name not in weights or (weights[name].dtype, weights[name].shape) != (torch.float32, weight.shape):
                 return None
         module.load_state_dict({name: weights[name] for name in wanted}, assign=True)
-    except Exception as error:  # any exception: `load_module` reports the reason
-        log.info("a model is not loaded the short way: %s", error)
+    except Exception as error:  # of any type: `load_module` reports the reason
+        log.info("loading the plain module failed, loading by transformers: %s", error)
         return None
     put_own_rotary(module)
     return _finished(module, device)
@@ -195,10 +195,10 @@ def _finished(module: Any, device: torch.device) -> Any:
 def _class_and_options(layout: Layout) -> tuple[Any, Any, dict[str, Any]]:
     """Return the class to load, its configuration, and the other options that it is made with."""
     config = _configuration(layout)
-    # Other results of a forward are not used; some models are saved with these switched on, from training.
+    # Unused results of a forward; some models are saved with these enabled.
     config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
     if layout.backbone is Backbone.ENCODER and config.model_type == "t5gemma":
-        config.is_encoder_decoder = False  # its encoder's class refuses the configuration of the whole
+        config.is_encoder_decoder = False  # its encoder class refuses the whole model's configuration
     kind = _model_class(layout, config)
     attention = "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
     options = _without_pooler(kind) if layout.backbone is Backbone.ENCODER else {}
@@ -221,7 +221,7 @@ def _make_tables(module: Any, kind: Any, config: Any) -> None:
     try:
         with no_init_weights():
             fresh = kind(config)
-    except Exception as error:  # of any kind: it is the model's own code
+    except Exception as error:  # of any type, from the model's own code
         raise ModelLoadFailed(f"its code fails with {type(error).__name__}: {error}") from error
     targets = dict(module.named_modules())
     for name, made in fresh.named_modules():
@@ -271,7 +271,7 @@ def _check_volume(layout: Layout, files: Iterable[Path]) -> None:
             raise ModelLoadFailed(
                 f"config.json makes a weight of {rows:,} × {columns:,} ({where}{key}), and all files of weights have "
                 f"{size_bytes:,} bytes, first {min(sizes, default='none')}: the download is incomplete, or config.json "
-                "is that of another model"
+                "belongs to another model"
             )
 
 
@@ -307,7 +307,7 @@ def _configuration(layout: Layout) -> Any:
 
     if layout.config_is_changed:
         return CONFIG_MAPPING[layout.config["model_type"]].from_dict(dict(layout.config))
-    trust = layout.trust_remote_code  # never None: transformers would prompt on the terminal
+    trust = layout.trust_remote_code  # not None, by which transformers would prompt on the terminal
     return AutoConfig.from_pretrained(
         layout.weights_dir, local_files_only=True, trust_remote_code=trust, code_revision=layout.code_revision
     )
@@ -329,7 +329,7 @@ def _account_for(report: dict[str, Any], module: Any, layout: Layout) -> None:
         names = ", ".join(unused[:_NAMED_WEIGHTS]) + (f" and {more} more" if more > 0 else "")
         raise ModelLoadFailed(
             f"the files have weights that a {layout.config['model_type']} model of the library does not use: {names}; "
-            "so its vectors would be others than its authors'"
+            "so its vectors would differ from its authors'"
         )
 
 
@@ -344,9 +344,9 @@ def _unused(names: Iterable[str], module: Any, layout: Layout) -> list[str]:
         if _COMPUTED.search(name) or _UNUSED_HEAD.match(own) or _UNUSED_HEAD.match(name):
             continue
         if name.startswith(shared) or (decoder and own.startswith(("decoder.", "lm_head."))):
-            continue  # layers of ours, as Stanford's projection; a decoder that is not used
+            continue  # our own layers, such as Stanford's projection, or an unused decoder
         if layout.backbone is Backbone.ENCODER and name.startswith("decoder.") and not hasattr(module, "decoder"):
-            continue  # of ModernBERT's masked-LM head
+            continue  # ModernBERT's masked-LM head
         left.append(name)
     return left
 
@@ -380,7 +380,7 @@ def _without_pooler(kind: Any) -> dict[str, bool]:
 
 
 class CentredShortConv(nn.Module):
-    """C · conv(B · x) as in LFM2's own layer, with the middle of the kernel over the token; a text is between zeros.
+    """C · conv(B · x) as in LFM2's own layer, with the kernel centred on the token and zeros around a text.
 
     One text, or several of equal length without padding: [texts, T, H].
     """

@@ -1,7 +1,7 @@
-"""Results of sentence-transformers or transformers for a model's own files: what a loaded model is compared with.
+"""Results of sentence-transformers or transformers for a model's own files, the reference of a loaded model.
 
-One text at a time, in float32, on the CPU, from the files as these libraries read them: nothing of this engine takes
-part. sentence-transformers is an optional package.
+One text at a time, in float32, on the CPU, from the files as these libraries read them, without any part of this
+engine. sentence-transformers is an optional package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from teimgr.spec import Kind
 
 Matrix = NDArray[np.float32]
 Prompt = Mapping[str, str]
-"""None, or one of `prompt_name` and `prompt`, and `task`, as the arguments of `SentenceTransformer.encode`."""
+"""Arguments of `SentenceTransformer.encode`: at most one of `prompt_name` and `prompt`, and `task`."""
 Compute = Callable[[Input, Prompt], Matrix]
 
 SENTENCE_TRANSFORMERS, TRANSFORMERS = "sentence-transformers", "transformers"
@@ -36,8 +36,8 @@ _POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class _Kept(dict[str, Any]):
-    """Options whose code_revision stays: sentence-transformers takes it out for the class of a module, and would read
-    the model's own class at another revision behind that.
+    """Options that keep code_revision: sentence-transformers pops it for the class of a module, and would then read the
+    model's own class at another revision.
     """
 
     def pop(self, key: str, *default: Any) -> Any:
@@ -45,14 +45,14 @@ class _Kept(dict[str, Any]):
 
 
 class NoReferenceError(Exception):
-    """Neither library computes what this model is served as; the text is the reason."""
+    """Neither library computes what this model is served for; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryReference:
-    """A model as one library, by its name and version, runs it.
+    """A model in one library, with its name and version.
 
-    `compute` gives `output` for one input, [rows, width]; scores [labels].
+    `compute` returns `output` for one input, [rows, width]; scores are [labels].
     """
 
     library: str
@@ -183,7 +183,7 @@ def _bare(layout: Layout) -> LibraryReference:
 
     def compute(one: Input, prompt: Prompt) -> Matrix:
         before = prompt.get("prompt", "")
-        # Lists: a single pair whose second text is empty would be taken for one text.
+        # Lists, because the library reads a single pair with an empty second text as one text.
         texts = ([before + one.first], [one.second]) if isinstance(one, Pair) else ([before + str(one)],)
         with torch.inference_mode():
             encoded = tokenizer(*texts, truncation=True, max_length=layout.max_length, return_tensors="pt")

@@ -1,4 +1,4 @@
-"""Load a model: read its files, choose dtype and batching, and work out the limits of a batch."""
+"""Loads a model: reads its files, chooses dtype and batching, and computes the limits of a batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["EngineOptions", "EngineParts", "load_parts"]
 
 log = logging.getLogger(__name__)
 
-# What a host lacks at times: the same load may succeed later. Any other exception on a CPU would be raised again.
+# Temporary errors of a host: the same load may succeed later. Any other exception on a CPU would recur.
 _MAY_PASS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ENOSPC)
 _TABLE_BATCH_TOKENS = 8192  # of an embedding table: a batch costs more than its tokens do
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
@@ -45,21 +45,21 @@ _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
 # token in batches of 10 tokens, 49 to 53 in those of 120 to 640 (two threads, bfloat16).
 _CPU_SHARED_QUERY_TOKENS = 128
 _MIN_BATCH_TOKENS = 256
-# A batch with fewer multiplications per layer is computed by one thread: each operation would wake the others, which
+# One thread computes a batch with fewer multiplications per layer: each operation would wake the other threads, which
 # takes as long as they save. The native forward wakes them once.
 _SERIAL_MULTIPLICATIONS = 113_000_000
 _SERIAL_MULTIPLICATIONS_NATIVE = 14_000_000
-# Of a bulk batch on a GPU while queries come: fewer do not fill it, and a query waits for one such batch.
+# Limits of a bulk batch on a GPU while queries arrive: fewer tokens do not fill it, and a query waits for one batch.
 _MIN_BULK_TOKENS_BESIDE_INTERACTIVE = 2048
 _MAX_BULK_TOKENS_BESIDE_INTERACTIVE = 4096
-# A `max_batch_tokens` below both this and the model's length is refused unless `cuts_texts` is True.
+# A `max_batch_tokens` below this and the model's length is refused unless `cuts_texts` is True.
 _FEW_TOKENS = 512
-_VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first that a model has gives its dimension
+_VECTORS = (Output.DENSE, Output.SPARSE, Output.MULTI_VECTOR)  # the first output of a model determines its dimension
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The inputs from which an engine is made."""
+    """The parts of an engine."""
 
     layout: Layout
     tokenizer: TextTokenizer
@@ -92,7 +92,7 @@ def load_parts(options: EngineOptions) -> EngineParts:
         may_pass = gpu.is_gpu(device) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
         if may_pass and not is_panic(error):
             raise
-        log.exception("the model cannot be loaded")
+        log.exception("loading the model failed")
         first = str(error).strip().partition("\n")[0]
         raise ModelLoadFailed(f"the model cannot be loaded: {type(error).__name__}: {first}") from error
 
@@ -248,7 +248,7 @@ def _tokenizer(layout: Layout, most: int) -> TextTokenizer:
         from teimgr.engine.images.model import ImageTokenizer
 
         return ImageTokenizer(layout, layout.max_length)
-    from teimgr.engine.images.inputs import DualTokenizer  # with Pillow, for these models alone
+    from teimgr.engine.images.inputs import DualTokenizer  # here: imports Pillow
 
     return DualTokenizer(layout, max_length)
 

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 Heads = Mapping[Output, Head]
 _DENSE_ALONE = frozenset({Output.DENSE})
-_ONE_TOKEN = (DenseHead, SequenceHead, CausalHead)  # whose `token_of` may be the only one that they read
+_ONE_TOKEN = (DenseHead, SequenceHead, CausalHead)  # heads that may read only the token of `token_of`
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -59,8 +59,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class DeviatesError(ModelLoadFailed):
-    """The part of the model that the known texts do not pass through is too far from float32 in this dtype:
-    `min_cosine` is the lowest cosine."""
+    """A part of the model that known texts do not use is too far from float32 in this dtype; `min_cosine` is the lowest
+    cosine."""
 
     def __init__(self, dtype: torch.dtype, what: str, min_cosine: float) -> None:
         super().__init__(f"{name_of(dtype)} deviates too much from float32 on {what}: set dtype = float32")
@@ -70,8 +70,8 @@ class DeviatesError(ModelLoadFailed):
 class VectorRows(Rows):
     """DENSE rows on the host: `vectors`, from one call of the native forward.
 
-    `values` makes a tensor of them at each use. Making it right after a forward, when the caches hold nothing else,
-    costs a query about 30 µs.
+    `values` makes a tensor of them at each use. Making it directly after a forward, with cold caches, would cost a
+    query about 30 µs.
     """
 
     __slots__ = ("vectors",)
@@ -296,10 +296,10 @@ def _with_library_head(layout: Layout, module: Any, device: torch.device) -> Mod
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as refusal:
-        log.info("the head does not run on its own: %s", refusal)
+        log.info("the head cannot be run separately: %s", refusal)
         heads = None
     if heads is None:
-        log.warning("the whole model runs for every run of equal lengths: its head does not run on its own")
+        log.warning("the head cannot be run separately: the whole model runs for every run of equal lengths")
         return Model(whole, over_logits)
     backbone = Transformer(library.backbone, layout.position_offset, device, module, layout.max_length)
     return Model(backbone, heads, (whole, over_logits))
@@ -384,7 +384,7 @@ def tensors_of(root: object) -> Iterator[Tensor]:
         seen.add(id(item))
         if isinstance(item, Tensor):
             yield item
-        elif isinstance(item, nn.Module):  # our own modules may hold tensors that they did not register
+        elif isinstance(item, nn.Module):  # our own modules may have unregistered tensors
             waiting.extend([*item.parameters(), *item.buffers(), *_attributes(item)])
         elif isinstance(item, dict):
             waiting.extend(item.values())

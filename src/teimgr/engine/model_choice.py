@@ -41,7 +41,7 @@ DTYPES = {
 _HOST = torch.device("cpu")
 _SHORT_TEXT = 16  # tokens
 _BY_USE = (Output.DENSE, Output.SCORES, Output.SPARSE, Output.MULTI_VECTOR, Output.TOKENS)
-# Of a layout, what the transformer and its token ids follow from.
+# Fields of a layout that determine the transformer and its token ids.
 _OF_READING = (
     *("transformer_dir", "weights_dir", "adapters", "backbone", "config", "max_length"),
     *("reader", "pools_itself"),
@@ -49,8 +49,8 @@ _OF_READING = (
 
 
 class RoutedModel(Model):
-    """A model for queries and one for documents, each of which has passed the gate on its own; each text goes to the
-    model of its role. Both may have the same transformer."""
+    """A model for queries and one for documents, each of which has passed the gate; the role of a text selects its
+    model. Both may have the same transformer."""
 
     def __init__(self, documents: Model, queries: Model) -> None:
         """Raises ModelLoadFailed where their vectors have different sizes."""
@@ -102,14 +102,14 @@ def _larger(first: Model, second: Model) -> Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What to load, and on which device.
+    """The model to load, and its device.
 
     `device` is "cpu" or "cuda" (the one visible GPU). `core_load` is the file of `core_load.CoreLoad`, `references` the
     folder of `reference_cache`, `spaces` that of `space`, if any. `max_queued_tokens` is per lane, `cache_bytes` is for
-    `known_results`. `model_sha` is the requested revision, `commit` what it resolved to; both only go into
-    `LoadedModel`. `code` goes there too, and into the space. `cuts_texts`: whether texts may be cut to a
-    `max_batch_tokens` below the model's length; None: to no fewer than `_FEW_TOKENS`. `code_revision` is the revision
-    of the other repositories that hold the code of a trusted model.
+    `known_results`. `model_sha` is the requested revision, `commit` the resolved one; both are only reported in
+    `LoadedModel`. `code` is reported too, and is part of the space. `cuts_texts`: whether texts may be cut to a
+    `max_batch_tokens` below the model's length; None allows it down to `_FEW_TOKENS`. `code_revision` is the revision
+    of other repositories with the code of a trusted model.
     """
 
     path: Path
@@ -153,7 +153,7 @@ def choose_model(
         return model, choose_on_gpu(model, device, dtype, inputs)
     is_whole = layout.pages is not None or layout.chat is not None or layout.query_route is not None
     if is_whole and dtype is None:
-        dtype = torch.float32  # images go through the same layers as the texts of the gate; routes share one dtype
+        dtype = torch.float32  # images use the layers that the gate tests with texts; routes share one dtype
     load = partial(_load_model, layout, device, options.threads)
     return choose(load, dtype, inputs, _cache(layout, options, inputs))
 
@@ -214,7 +214,7 @@ def proven_tokens(model: Model, known: Sequence[Encoded], most: int, longest: in
         why = _failure(model, device, output, [_batch(ids, tokens, length) for length in (longest, _SHORT_TEXT)])
         if why is None:
             if tokens < most:
-                log.warning("batches of %d tokens do not fit the device's memory: %d from now on", most, tokens)
+                log.warning("batches of %d tokens exceed the device's memory: the limit is now %d", most, tokens)
             return tokens
         gpu.free_cached_memory(device)
         if tokens <= MIN_TOKENS:
@@ -227,7 +227,7 @@ def _failure(model: Model, device: torch.device, output: Output, batches: Sequen
     try:
         for batch in batches:
             rows = batch.tokens if output in (Output.MULTI_VECTOR, Output.TOKENS) else batch.texts
-            is_whole = 4 * rows * model.widths[output] <= MAX_RESULT_BYTES  # else the runner splits it
+            is_whole = 4 * rows * model.widths[output] <= MAX_RESULT_BYTES  # otherwise the runner splits it
             if is_whole:
                 model.run(batch, [output])
             else:

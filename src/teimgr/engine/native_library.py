@@ -1,12 +1,11 @@
-"""The C library of `native/`, if the package was built with a compiler: where it is, and which instructions this CPU
-has for it.
+"""Loads the C library of `native/`, if the package was built with a compiler, for the instructions of this CPU.
 
 It is an extension without a Python module, loaded through ctypes, which releases the GIL during its calls. Attention
 within a model's own forward runs on torch's OpenMP threads, the native forward on its own threads.
 
-Bulk work calls `give_way` between two of its steps. If each lane has a thread, the bulk thread waits there until no
-query is computed, as the threads of the native forward do within a forward. If one thread serves both lanes, it
-computes the waiting queries.
+Bulk work calls `give_way` between two steps. If each lane has a thread, the bulk thread waits there until no query is
+computed, like the threads of the native forward within a forward. If one thread serves both lanes, it computes the
+waiting queries.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ log = logging.getLogger(__name__)
 _X86_LEVELS = ("baseline", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx")
 _ARM_LEVELS = ("baseline", "neon", "neon_dot", "neon_bf16")
 LEVELS = _ARM_LEVELS if platform.machine() in ("aarch64", "arm64") else _X86_LEVELS
-BFLOAT16_LEVEL = next(at for at, name in enumerate(LEVELS) if "bf16" in name)  # the first that multiplies bfloat16
-MAX_HEAD_SIZE, MAX_HEADS = 1024, 1 << 16  # of library.h: what its buffers take
-NO_MEMORY = "can't allocate memory"  # torch's words too: by them `runner` sees that a batch was too large
-# "0": the library is not used. "attention": only its attention is, within the model's own forward. One of `LEVELS`: no
-# instructions beyond that level are.
+BFLOAT16_LEVEL = next(at for at, name in enumerate(LEVELS) if "bf16" in name)  # the first with bfloat16
+MAX_HEAD_SIZE, MAX_HEADS = 1024, 1 << 16  # limits of buffers in library.h
+NO_MEMORY = "can't allocate memory"  # torch's text too, by which `runner` recognises a batch that was too large
+# "0" disables the library. "attention" uses only its attention, within the model's own forward. One of `LEVELS` is the
+# highest level of instructions to use.
 _SWITCH = "TEIMGR_NATIVE"
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
@@ -48,20 +47,21 @@ _VECTORS = {
 _WORDPIECE_ENCODE: list[Any] = [
     *(_POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, ctypes.c_int32, _POINTER, _NUMBER, _POINTER)
 ]
-_NO_PALETTE = -1  # of `tiles_refusal` of library.h
-_here = threading.local()  # `serve`, of a thread of both lanes within a bulk batch
-# Of `struct_size` of validity.c, in its order.
+_NO_PALETTE = -1  # result of `tiles_refusal` in library.h
+_here = threading.local()  # `serve` of a thread of both lanes, during a bulk batch
+# The structures of `struct_size` in validity.c, in its order.
 _STRUCTS = ("attention", "slot", "step", "program", "forward")
 
 
 class NativeLibrary:
     """The library in `path`; `level` is the index in `LEVELS` of the best instructions that this CPU has.
 
-    `byte_sum_bits(level)` is 0 if a level has no int8, else the bits in which it sums the products of two neighbouring
-    bytes: 32, or 16, which saturate. `refused` is why instructions of the CPU cannot be used; empty if nothing is.
+    `byte_sum_bits(level)` is 0 if a level has no int8, otherwise the bits in which it sums the products of two
+    neighbouring bytes: 32, or 16, which saturate. `refused` is the reason why instructions of the CPU cannot be used,
+    or empty.
 
-    `parallel` is the address of GOMP_parallel in the OpenMP that torch has loaded; None without one: then
-    it runs on the calling thread. `run_threads` is the address of the function that does the same on own threads.
+    `parallel` is the address of GOMP_parallel in the OpenMP that torch has loaded, None if there was no such library:
+    then work runs on the calling thread. `run_threads` is the address of the same function for the library's threads.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -80,8 +80,8 @@ class NativeLibrary:
         self.pool_mean, self.scale_rows, self.finite_rows = (getattr(library, name) for name in _VECTORS)
         size_of, wordpiece_size = library.struct_size, library.wordpiece_size
         size_of.restype = wordpiece_size.restype = ctypes.c_int64
-        quick = ctypes.PyDLL(library._name, handle=library._handle)  # keeps the GIL: they take less time than that does
-        # Without declared arguments: they are a reference and C's int, and a conversion takes as long as the function.
+        quick = ctypes.PyDLL(library._name, handle=library._handle)  # keeps the GIL: they are short
+        # Without argument types: the arguments need no conversion, which would take as long as the functions.
         self.tenant_charge, self.tenant_refund = quick.tenant_charge, quick.tenant_refund
         self.tenant_charge_at, self.tenant_refund_at = quick.tenant_charge_at, quick.tenant_refund_at
         self.tenant_charge_at.argtypes, self.tenant_charge_at.restype = [_POINTER, *[_NUMBER] * 3], ctypes.c_int64
@@ -90,11 +90,11 @@ class NativeLibrary:
         self._sizes["wordpiece"] = int(wordpiece_size())
         most = LEVELS.index(switch) if (switch := _switch()) in LEVELS else len(LEVELS)
         self.level = min(int(library.attention_level()), most)
-        refusal = getattr(library, "tiles_refusal", None)  # where the compiler has AMX
+        refusal = getattr(library, "tiles_refusal", None)  # present if the compiler has AMX
         self.refused = "" if refusal is None or self.level == most else _words_of(int(refusal()))
         self.byte_sum_bits = library.byte_sum_bits
         self.parallel = _openmp_parallel()
-        self._set_background = getattr(library, "set_background", None)  # on Linux alone, as the following two
+        self._set_background = getattr(library, "set_background", None)  # only on Linux, like the next two
         self.set_wait: Any = getattr(library, "set_wait", None)
         self.wait_for_foreground: Any = getattr(library, "wait_for_foreground", None)
         own = getattr(library, "run_threads", None)
@@ -153,7 +153,7 @@ def address(array: NDArray[Any]) -> int:
     """Return the address of an array's memory: `array.ctypes.data`, which takes five times as long for most arrays."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
-    except (TypeError, ValueError):  # not writable, not contiguous, or empty
+    except (TypeError, ValueError):  # not writable, not contiguous or empty
         return array.ctypes.data
 
 

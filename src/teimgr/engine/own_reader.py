@@ -1,10 +1,9 @@
-"""The first module of a model's own code (`Layout.reader`), as sentence-transformers loads it: of the ids that our
-tokenizer makes it computes hidden states, or, where modules.json has no Pooling behind it, the vector of a text.
+"""The first module of a model's own code (`Layout.reader`), as loaded by sentence-transformers. From the ids of our
+tokenizer it computes hidden states, or the vector of a text if modules.json has no Pooling after it.
 
-The way in which it reads texts itself is not run while serving. So at load it is compared with ours on known texts:
-their ids, where they are cut, and what else the module is given. What differs refuses the model, and so does a module
-whose results differ from load to load, since sentence-transformers draws weights at random that the files lack, or by
-the task that a text comes with, beside its route.
+Its own tokenization is not used while serving. So the load compares it with ours on known texts: ids, truncation and
+further inputs of the module. A difference refuses the model. So do results that differ between two loads, since
+sentence-transformers draws random values for weights that the files lack, or between tasks of one route.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ log = logging.getLogger(__name__)
 
 _PROMPT = "query: "
 _BLANK = " "
-_TOLERANCE = 1e-4  # of hidden states between two loads, relative to the largest
+_TOLERANCE = 1e-4  # between hidden states of two loads, relative to the largest
 _IDS, _MASK, _TYPES, _PROMPT_LENGTH = "input_ids", "attention_mask", "token_type_ids", "prompt_length"
-# Of its results, those that sentence-transformers' Pooling reads beside the mask.
+# Results that sentence-transformers' Pooling reads, besides the mask.
 _STATES, _FIRST_STATE, _WEIGHTS = "token_embeddings", "cls_token_embeddings", "token_weights_sum"
 _VECTOR = "sentence_embedding"
 
 
 class OwnReader(UnpackedTransformer):
-    """A first module of the model's own code: one of its forwards per run of equal lengths."""
+    """A first module of the model's own code, with one forward per run of equal lengths."""
 
     why_unpacked = "its first module is code of the model's own"
 
@@ -64,11 +63,11 @@ def load_own_reader(layout: Layout, device: torch.device) -> OwnReader:
     tokenizer = TextTokenizer(layout, layout.max_length)
     try:
         states = _checked(layout, tokenizer, seed=0)[1]
-        gc.collect()  # the first copy, before there is a second
+        gc.collect()  # frees the first copy before the second is loaded
         module, again = _checked(layout, tokenizer, seed=1)
     except ModelLoadFailed:
         raise
-    except Exception as error:  # of any kind: it is the model's own code
+    except Exception as error:  # of any type, from the model's own code
         if gpu.is_out_of_memory(error):
             raise
         raise ModelLoadFailed(f"{name} of modules.json fails: {type(error).__name__}: {error}") from error
@@ -121,7 +120,7 @@ def _tasks(library: Any, layout: Layout) -> list[str | None]:
     if router is None:
         return [None]
     route = layout.reader.route
-    if route is None:  # the routes are behind it
+    if route is None:  # the routes follow it
         return [None, *router.sub_modules]
     return [route, None] if router.default_route == route else [route]
 
@@ -216,8 +215,8 @@ def _only_row(found: Any, name: str) -> list[int]:
 
 
 class _Features(nn.Module):
-    """The first module of `library`, or of a route, by the interface of a model of transformers; `given` it gets with
-    each text, and the task where it takes one.
+    """The first module of `library`, or of a route, with the interface of a transformers model. It gets `given` with
+    each text, and the task if it takes one.
     """
 
     def __init__(self, library: Any, given: dict[str, Any], layout: Layout, task: str | None) -> None:

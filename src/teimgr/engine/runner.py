@@ -1,6 +1,5 @@
-"""The runner of batches: packs each, starts it on the device, and finishes it or passes it to the finisher.
-
-This is the work of an engine thread; a few queries are computed on the thread that brings them.
+"""The runner of batches, on an engine thread: packs each, starts it on the device, and finishes it or passes it to the
+finisher. A few queries are computed on the calling thread.
 """
 
 from __future__ import annotations
@@ -61,26 +60,26 @@ log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0
 _ASLEEP_S = 60.0
-# Freed memory is returned when the queue is idle, and this often under load: heaps that are never trimmed grow by some
-# 2 % in half an hour of mixed batch sizes.
+# Freed memory is returned to the system when the queue is idle, and under load at this interval: untrimmed heaps grow
+# by some 2 % in half an hour of mixed batch sizes.
 _RETURN_MEMORY_S = 30.0
-# The results of one batch on the host: vectors of texts are far smaller, those of tokens could be larger. Four batches
-# may exist at a time: two in flight, two with the finisher.
+# Limit on the results of one batch on the host: vectors of texts are far smaller, those of tokens could be larger. Four
+# batches may exist at a time: two in flight, two with the finisher.
 MAX_RESULT_BYTES = 128 << 20
-_SHARE = 4  # times as long as a bulk batch was computed since may queries take between two of its steps
+_SHARE = 4  # limit on queries between two steps of a bulk batch, as a multiple of its computing time since the last
 _TOKENS_OF_A_THREAD = 256
-# A small batch is computed on the caller's thread, an event loop, where it is expected to take no longer than this: a
-# short query of BERT with six small layers does, and a dozen of an embedding table's; one of BERT-base does not.
+# A small batch is computed on the caller's thread, an event loop, if it is expected to take at most this long, like a
+# short query of BERT with six small layers or a dozen of a static table, but not one of BERT-base.
 _ON_CALLER_S = 0.004
-_SMALL_TOKENS = 512  # batches up to this size give the time per token
-_LATEST = 0.125  # weight of the latest of them in its mean
+_SMALL_TOKENS = 512  # batches up to this size determine the time per token
+_LATEST = 0.125  # weight of the latest one in its mean
 _DEFECT = "Backend error: the engine has a defect"
 
 
 @dataclass(frozen=True, slots=True)
 class _StartError:
-    """Why a batch did not start. `traceback` is kept only for a batch of one text, or if the device has `failed` for
-    good."""
+    """Why a batch did not start. `traceback` is kept only for a batch of one text, or if the device `failed`
+    permanently."""
 
     text: str
     out_of_memory: bool
@@ -91,11 +90,11 @@ class _StartError:
 class Runner:
     """Serves `lanes` of the queue with one model.
 
-    `serve_queries` computes a small batch on the thread that calls it. `run` is the body of the runner's own thread,
-    until the queue is closed and empty, or the finisher has ended. They take turns in computing.
+    `serve_queries` computes a small batch on the calling thread. `run` is the body of the runner's own thread, until
+    the queue is closed and empty, or the finisher has ended. They take turns in computing.
 
-    A runner of all lanes has the device to itself. If there is one per lane, the runner of bulk computes in the
-    background: it gets the time that queries leave, and a fifth of the processor even if queries never stop.
+    A runner of all lanes has the device alone. With one runner per lane, that of bulk computes in the background: it
+    gets the time that queries leave idle, and at least a fifth of the processor.
 
     Batches of up to `serial_tokens` are computed by one CPU thread, larger ones by `threads.own`, or by up to
     `threads.most` while the other workers of the host (`core_load`) leave cores idle.
@@ -103,8 +102,8 @@ class Runner:
     Equal inputs of one tenant that wait or run at the same time are computed once; `cache` keeps results for longer.
     `repeats` estimates how many inputs repeat.
 
-    `on_defect` gets exceptions of queries that ran on a caller's thread or within a bulk batch. Neither the caller nor
-    the batch ends by them; only the queries fail.
+    `on_defect` gets exceptions of queries that ran on a caller's thread or within a bulk batch. Only the queries fail,
+    not the caller or the batch.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Runner:
         self._on_defect = on_defect
         self._lanes = lanes
         self._has_own_lane = lanes == (Lane.INTERACTIVE,)
-        # Not on a GPU, where a graph's results are in the place of those of its last launch.
+        # Not on a GPU, where the next launch of a graph overwrites its results.
         self._leaves_bulk = lanes == tuple(Lane) and not gpu.is_gpu(model.backbone.device)
         self._left_until = 0.0
         self._gives_way = (library := native_library()) is not None and library.gives_way
@@ -141,7 +140,7 @@ class Runner:
         self._returned_at = time.monotonic()
         self._in_flight = finisher.new_limit()
         self._pack = pack_as_given if is_table else pack
-        self._computing = threading.Lock()  # held by the thread that computes: the own one, or a caller
+        self._computing = threading.Lock()  # held by the thread that computes: the runner's, or a caller
         self._token_s = math.inf  # mean of small batches from start to delivery, with `BATCH_OVERHEAD_TOKENS` in each
 
     def use_threads(self, threads: CpuThreads) -> None:
@@ -178,7 +177,7 @@ class Runner:
         if self._lanes == (Lane.BULK,) and (library := native_library()) is not None:
             library.to_background()
         while self._in_flight.wait_for_room():
-            # An idle thread wakes up for memory that it has to return, else for work alone.
+            # An idle thread wakes up to return memory; afterwards only for work.
             wait_s = _ASLEEP_S if self._memory_returned else _IDLE_WAIT_S
             if (draft := self._queue.next_batch(wait_s, self._lanes)) is None:
                 return
@@ -283,7 +282,7 @@ class Runner:
         elif fault.out_of_memory:
             self._fail(left.pop(), OutOfDeviceMemory(f"A text of {entries[0].length} tokens does not fit the device"))
         else:
-            log.error("a text failed on its own: %s", fault.traceback)
+            log.error("the forward of a text failed: %s", fault.traceback)
             self._fail(left.pop(), InferenceFailed(f"Backend error: {fault.text}"))
 
     def _result_bytes(self, entries: Sequence[QueueEntry]) -> int:
@@ -319,7 +318,7 @@ class Runner:
             batch = self._pack(inputs)
             with self._noted(threads):
                 rows = self._model.run(batch, _wanted(entries))
-            finished = self._common_options(entries) if self._cache is None else None  # which keeps what is not cut
+            finished = self._common_options(entries) if self._cache is None else None  # a cache keeps uncut results
             if finished is not None:
                 rows[Output.DENSE] = Rows(finish_on_device(rows[Output.DENSE].values, *finished))
             places_of = np.zeros(1, np.intp) if batch.texts == 1 else np.argsort(batch.order)
@@ -327,7 +326,7 @@ class Runner:
             copies = HostCopies(rows)
             keep = keep_nothing if self._cache is None else partial(self._keep, distinct, places_of)
             started = StartedBatch(entries, places, copies.wait, in_flight, finished, copies.free, keep)
-        except Exception as error:  # of any kind, an overflow for one: only the texts at fault fail
+        except Exception as error:  # of any type, such as an overflow: only the texts at fault fail
             failed = gpu.fault_of(error, self._model.backbone.device)
             in_flight.leave()
             trace = "".join(traceback.format_exception(error)) if failed or len(inputs_of) == 1 else ""
@@ -380,7 +379,7 @@ class Runner:
         if self._core_load is not None:
             own = self._core_load.threads(own, most)
         is_beside_bulk = self._has_own_lane and self._finisher.running_tokens > self._in_flight.tokens
-        # Threads that share a step wait for each other, so for those of a bulk batch that has the cores and keeps them.
+        # Threads of a step wait for each other, so they would wait for a bulk batch that keeps the cores.
         return 1 if is_beside_bulk and tokens < _TOKENS_OF_A_THREAD * own and not self._gives_way else own
 
     def _noted(self, threads: int) -> AbstractContextManager[None]:

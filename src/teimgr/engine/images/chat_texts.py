@@ -1,7 +1,7 @@
-"""The token ids of texts and images in one input, in the words of a model's chat.
+"""The token ids of texts and images in one input, by a model's chat.
 
-The ids are those of the model's authors: the chat is tokenized as one text with one token per image, and that token
-is then repeated for each token of the image. Only texts are truncated.
+As in the authors' code, the chat is tokenized as one text with one token per image, which is then repeated for each
+token of the image. Only texts are truncated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from teimgr.models.layout import ChatTexts, Layout, PairTemplate
 from teimgr.spec import Kind
 
 Contents = tuple[Content, ...]
-"""The contents that go between the pieces of the chat: one content, or a query and a document."""
+"""The contents between the pieces of the chat: one content, or a query and a document."""
 _MAX_INSTRUCTION = 16_384  # characters
 _IS_FUSED = "Input validation error: `inputs` has one of several parts, and this model reads a text or an image alone"
 _NEEDS_PAIRS = "Input validation error: `inputs` must be pairs for this model"
@@ -37,7 +37,7 @@ def repeated(contents: Contents) -> int:
 
 
 class ChatWriter:
-    """Writes the chat of a model; `limit` is the maximum of tokens, all included."""
+    """Writes the chat of a model; `limit` is the maximum of all tokens."""
 
     def __init__(self, chat: ChatTexts, library: TokenizerLibrary, shortener: Shortener, limit: int) -> None:
         """Raise ModelLoadFailed if the tokenizer has no image token."""
@@ -159,7 +159,7 @@ class ChatTokenizer(PictureTokenizer):
             instruction = contents[0].instruction
             instruction = options.prompt if instruction is None else instruction
             if not self.writer.chat.fuses and contents[0].pictures:
-                instruction = ""  # as in sentence-transformers
+                instruction = ""  # like sentence-transformers
             key = instruction, tuple(len(one.pictures) for one in contents), repeated(contents)
             groups.setdefault(key, []).append((row, contents))
         for (instruction, *_), rows in groups.items():
@@ -213,7 +213,7 @@ class ChatTokenizer(PictureTokenizer):
     ) -> list[NDArray[np.int32] | TeimgrError]:
         try:
             return self.writer.ids(instruction, inputs, truncate=options.truncate, left=options.left)
-        except TokenizerFailed as error:  # all failed together: retried one by one, so that only bad ones fail
+        except TokenizerFailed as error:  # retried singly, so that only bad inputs fail
             if len(inputs) == 1:
                 return [error]
             return [self._written(instruction, [one], options)[0] for one in inputs]

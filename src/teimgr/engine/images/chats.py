@@ -39,11 +39,11 @@ from teimgr.engine.weights.own import HostWeights
 from teimgr.errors import ModelLoadFailed, TeimgrError
 from teimgr.models.layout import Layout, PatchSteps, SoftSteps
 
-_KNOWN = 2  # known images: computed a few times at load, which takes a large model seconds on a CPU
+_KNOWN = 2  # known images; each is computed a few times at load, in seconds by a large model on a CPU
 _NO_LIMIT = 1 << 30
 
 
-@dataclass(slots=True)  # as `PackedBatch`
+@dataclass(slots=True)  # not frozen, like `PackedBatch`
 class ChatBatch(PackedBatch):
     """A batch with pictures in its inputs: `is_image` marks their tokens (bool [T]), `places` has the positions of all
     tokens in time, rows and columns (int64 [3, T]).
@@ -297,7 +297,7 @@ def load_chat_model(layout: Layout, device: torch.device, threads: int) -> ChatM
     _check_patches(whole.config.vision_config, layout.dual.steps)
     backbone: ChatBackbone
     if isinstance(layout.dual.steps, SoftSteps):
-        whole.audio_tower = whole.embed_audio = None  # the half for sounds, which are not served
+        whole.audio_tower = whole.embed_audio = None  # sounds are not served
         backbone = SoftBackbone(whole, layout.dual.steps, device)
     else:
         backbone = ChatBackbone(whole, layout.dual.steps, device)

@@ -1,7 +1,7 @@
 """Image files of callers: format and size from the header, then the pixels, each within limits.
 
 An image is decoded to RGB: turned by its EXIF orientation, alpha on white, 16 bits scaled to 8, the first frame of an
-animation. Pillow gets only the parts of a file that its pixels come from (`parts`).
+animation. Pillow gets only the parts of a file that decoding needs (`parts`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from teimgr.engine.native_library import give_way
 from teimgr.errors import InvalidInput
 
 MAX_PIXELS = 50_000_000
-"""Limit for one image, by its header; and for all images being decoded at a time."""
+"""Limit of one image, by its header, and of all images being decoded at a time."""
 MAX_SIDE = 2**16  # Pillow keeps a pointer per line, and filter coefficients per pixel of a side
 MAX_FILE_BYTES = 20 * 2**20
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 _IN_STEPS = ("JPEG", "PNG")  # decoded into our memory; Pillow's modules for the other formats allocate their own
-_STEP_BYTES = 2**14  # of a file, decoded in about a millisecond
+_STEP_BYTES = 2**14  # per step of decoding, about a millisecond
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -53,13 +53,12 @@ _KNOWN_OTHERS = (
 )
 _WAY_OUT = "send JPEG, PNG, WebP or GIF"
 
-# A larger image is refused by its header (`read_size`), never by Pillow, whose warning would apply to the whole
-# process.
+# `read_size` refuses larger images by their header. Pillow's limit would apply to the whole process.
 Image.MAX_IMAGE_PIXELS = None
 
 
 class _Steps(io.BytesIO):
-    """A file that yields to queries before each step of reading."""
+    """A file that gives way to queries before each step of reading."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         give_way()
@@ -67,7 +66,7 @@ class _Steps(io.BytesIO):
 
 
 class Size(NamedTuple):
-    """Format and size of an image file, from its header: `width` and `height` in pixels, after the turn by its EXIF."""
+    """Format and size of an image file, from its header: `width` and `height` in pixels, after its EXIF orientation."""
 
     format: str
     width: int
@@ -124,7 +123,7 @@ def decode(data: bytes) -> Image.Image:
                 image.load()
         except (OSError, SyntaxError, ValueError, EOFError, MemoryError, IndexError) as error:
             raise _broken(form) from error
-        if image.width * image.height > MAX_PIXELS:  # a file whose parts contradict each other
+        if image.width * image.height > MAX_PIXELS:  # the parts of the file contradict each other
             raise _broken(form)
         turn = _TURNS.get(found.turn)
         upright = to_rgb(loaded or image)
@@ -201,7 +200,14 @@ def _parts(data: bytes, form: str) -> parts.Parts:
 def _opened(data: bytes, form: str) -> ImageFile.ImageFile:
     try:
         return Image.open(_Steps(data), formats=(form,))
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError) as error:  # the text has an address
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        IndexError,
+        TypeError,
+    ) as error:  # its text has an address
         raise _broken(form) from error
 
 

@@ -1,7 +1,7 @@
-"""Pictures next to texts on their way to the model: the tokenizer of a model for both, and batches with pictures.
+"""Pictures and texts as inputs of one model: its tokenizer, and batches with pictures.
 
-A picture's ids are negative and stand for its file. They derive from its digest, so that code that finds equal inputs
-finds equal pictures, and there are as many as the picture has tokens.
+A picture has one negative id per token, derived from the digest of its file, so that code that finds equal inputs also
+finds equal pictures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from teimgr.wire.text_column import TextColumn
 _BELOW_ZERO = np.int32(-(2**31))
 
 
-@dataclass(slots=True, eq=False)  # as `Encoded`
+@dataclass(slots=True, eq=False)  # not frozen, like `Encoded`
 class EncodedPicture(Encoded):
     """An input with pictures, each with one `picture`. Its only ids are those of its pictures, unless the model reads
     texts and images in one input.
@@ -72,7 +72,7 @@ def picture_ids(picture: MediaFile) -> NDArray[np.int32]:
 
 
 class FileTokenizer(TextTokenizer):
-    """The tokenizer of a model for texts and files. `use` sets the decoder of files when the model is loaded."""
+    """The tokenizer of a model for texts and files. The load sets the decoder of files by `use`."""
 
     _decoder: FileDecoder | None = None
 
@@ -185,7 +185,7 @@ class DualTokenizer(PictureTokenizer):
         return found
 
 
-@dataclass(slots=True)  # as `PackedBatch`
+@dataclass(slots=True)  # not frozen, like `PackedBatch`
 class PicturedBatch(PackedBatch):
     """A batch with pictures: first its texts as one packed batch, then the pictures."""
 
@@ -218,6 +218,6 @@ def pixels_of(inputs: Iterable[Encoded]) -> tuple[Any, ...]:
 
 def _pixels_of(waiting: WaitingPicture) -> Any:
     pixels = waiting.take()
-    if isinstance(pixels, TeimgrError):  # the runner has failed those before
+    if isinstance(pixels, TeimgrError):  # the runner fails these before the forward
         raise pixels
     return pixels

@@ -1,6 +1,6 @@
 """Memory of large images, mapped and unmapped without the GIL.
 
-Pillow holds the GIL while it allocates and frees an image: a tenth of a second for 50 million pixels, in which no
+Pillow holds the GIL while it allocates and frees an image, a tenth of a second for 50 million pixels, during which no
 query is answered. It releases the GIL only for work on pixels.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 from PIL import Image
 
 _SMALL_PIXELS = 2**20  # Pillow allocates these in less than a millisecond
-_STRIP_PIXELS = 2**20  # moved or converted at a time
-_BYTES = {"L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # per pixel where mapped, else 4
+_STRIP_PIXELS = 2**20  # per step of moving or converting
+_BYTES = {"L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # per pixel of mapped images; others have 4
 IS_MAPPED = sys.platform == "linux"
 _HUGE = 14  # MADV_HUGEPAGE
 _core: Any = vars(Image)["core"]  # Pillow's module in C

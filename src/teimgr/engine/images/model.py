@@ -35,13 +35,13 @@ from teimgr.wire.json_scan import Steps
 
 log = logging.getLogger(__name__)
 
-_AT_A_TIME = 4  # pictures per thread
-_LAYERS = (nn.Linear, PackedLinear, nn.Conv2d, nn.Conv3d)  # these take most of the time of a library's forward
-EXACT_COSINE = 0.99999  # of a known picture in a batch to the same picture alone, in float32
+_AT_A_TIME = 4  # pictures per thread and forward
+_LAYERS = (nn.Linear, PackedLinear, nn.Conv2d, nn.Conv3d)  # most of the time of a library's forward
+EXACT_COSINE = 0.99999  # between a known picture in a batch and alone, in float32
 
 
 class TextTables(nn.Module):
-    """The text embeddings of the library, which refuses a packed row as one text that is too long."""
+    """The text embeddings of the library, whose own module would refuse a packed row as a text that is too long."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class PictureTower(nn.Module):
 class FlexibleTower(nn.Module):
     """The image half of a model for pictures of several sizes: N pictures → float32 [N, vector width].
 
-    Pictures of one size go together without padding, so a vector equals that of the picture alone.
+    Pictures of one size are computed together without padding, so a vector equals that of the picture alone.
     """
 
     def __init__(self, vision: Any, steps: FlexibleSteps) -> None:
@@ -134,7 +134,7 @@ class PicturedModel(Model):
         self.decoder = decoder
         self.known = known
         self._reference: Tensor | None = None
-        self.native_layers: list[nn.Module] = []  # kept here so that its memory is counted
+        self.native_layers: list[nn.Module] = []  # attribute, so that `tensor_bytes` counts it
 
     def pack(self, inputs: Sequence[Encoded]) -> PackedBatch:
         """Pack inputs whose pictures are decoded into a batch."""
@@ -224,7 +224,7 @@ class PicturedModel(Model):
         alone = torch.cat([self.vectors([one]) for one in self.known])
         least = EXACT_COSINE if self._picture_dtype is torch.float32 else MIN_COSINE
         if least_cosine(together, alone) < least:
-            raise ModelLoadFailed(f"the vector of one of the known {self.files} depends on those beside it")
+            raise ModelLoadFailed(f"the vector of one of the known {self.files} depends on the others of its batch")
 
     def _check_closeness(self, dtype: torch.dtype) -> None:
         """Raise DeviatesError if known pictures in `dtype` are too far from their reference."""
@@ -287,7 +287,7 @@ class DualModel(PicturedModel):
         assert weights.apart is not None
         weights.apart.place(dtype, device)
         if dtype is not torch.float32 and self._closeness() < MIN_COSINE:
-            log.warning("the half of %s stays in float32: %s deviates too much from it", self.files, dtype)
+            log.warning("the half of %s stays in float32: %s deviates too much", self.files, dtype)
             weights.apart.place(torch.float32, device)
 
     @property
@@ -320,9 +320,9 @@ def load_dual_model(layout: Layout, device: torch.device, threads: int) -> DualM
     module: Any = load_module(layout, device)
     if layout.config["model_type"] == "clip":
         of_texts, of_images = module.text_projection, module.visual_projection
-    else:  # SigLIP has the projection in the text half, and none for images
+    else:  # SigLIP has a projection only for texts, in the text half
         of_texts, of_images = module.text_model.head, None
-        module.text_model.head = nn.Identity()  # computed in float32 after the pooling, like all projections
+        module.text_model.head = nn.Identity()  # `DenseHead` computes it in float32, like all projections
         if not module.vision_model.use_head:
             raise ModelLoadFailed("the image half of the model has no head (vision_use_head), so no vector of an image")
     module.text_model.embeddings = TextTables(module.text_model.embeddings)
@@ -330,7 +330,7 @@ def load_dual_model(layout: Layout, device: torch.device, threads: int) -> DualM
     known = known_pictures(dual)
     if isinstance(dual.steps, FlexibleSteps):
         tower = FlexibleTower(module.vision_model, dual.steps)
-        known.append(np.ascontiguousarray(known[0][:, : dual.steps.patch]))  # of another shape, beside which they stay
+        known.append(np.ascontiguousarray(known[0][:, : dual.steps.patch]))  # of another shape
     transformer = Transformer(module.text_model, layout.position_offset, device)
     width = int(of_texts.out_features)
     head = DenseHead(layout.poolings, nn.Sequential(of_texts), width)

@@ -40,8 +40,8 @@ from teimgr.engine.weights.own import HostWeights
 from teimgr.errors import EmptyInput, InvalidInput, ModelLoadFailed, TeimgrError
 from teimgr.models.layout import DualEncoder, Layout, PageTexts, PairTemplate, PatchSteps, TileSteps
 
-_KNOWN = 2  # known pages: each is computed twice at load, which takes a large model seconds on a CPU
-_TOKENS_TOGETHER = 1024  # of pages that go through the model together on a CPU
+_KNOWN = 2  # known pages; each is computed twice at load, in seconds by a large model on a CPU
+_TOKENS_TOGETHER = 1024  # of pages in one forward on a CPU
 _OF_A_PAGE = "this model reads documents as images of their pages: send an image, or the text as a query"
 
 
@@ -96,7 +96,7 @@ class PageTokenizer(PictureTokenizer):
         return None
 
 
-# The texts around the squares of an image, as in Idefics3's processor.
+# Texts around the squares of an image, as in Idefics3's processor.
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
@@ -108,7 +108,7 @@ class PageIds:
         self._library = library
         self._pages = pages
         self._dual = dual
-        self._made: dict[str, NDArray[np.int64]] = {}  # one text for each grid of squares, or for a single square
+        self._made: dict[str, NDArray[np.int64]] = {}  # ids by text; one text for each grid of squares
         self.image_id = self._id(pages.image_token)
         if isinstance(dual.steps, TileSteps):
             most = range(1, -(-dual.steps.longest // dual.steps.tile) + 1)
@@ -140,7 +140,7 @@ class PageIds:
         side = math.isqrt(self._dual.image_tokens)
         rows, columns = grid_of(steps, across, down) if isinstance(steps, TileSteps) else (1, 1)
         rows, columns = max(rows, 1), max(columns, 1)
-        squares = found[: rows * columns * side * side].reshape(rows, columns, side, side)  # the whole page follows
+        squares = found[: rows * columns * side * side].reshape(rows, columns, side, side)  # drops the whole page
         return squares.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)
 
 
@@ -175,7 +175,7 @@ def _of_ids(module: Any, ids: Tensor) -> dict[str, Tensor]:
 
 
 class PageBackbone(WholeModel):
-    """The library's forward for queries and pages; our library computes its layers where it can.
+    """The library's forward for queries and pages, with layers of our library if possible.
 
     `of_page` computes the vectors of a known page.
     """
@@ -184,7 +184,7 @@ class PageBackbone(WholeModel):
         super().__init__(QueryHalf(module), 0, device)
         self._whole = module
         self.of_page: Callable[[], Tensor]
-        self._halves: NativeHalves | None = None  # kept here so that its memory is counted
+        self._halves: NativeHalves | None = None  # attribute, so that `tensor_bytes` counts it
 
     def make_native(self, dtype: torch.dtype) -> None:
         """Compute the layers of both halves natively from now on; the library still computes the parts around them.

@@ -1,6 +1,6 @@
-"""Reads an image file's parts before Pillow does: the parts with its pixels, and the orientation in its EXIF or XMP.
+"""Reads an image file's parts before Pillow: those with pixels, and the orientation in its EXIF or XMP.
 
-Pillow reads comments, profiles and EXIF in Python, at a cost that the sender chooses, so it gets none of them.
+Pillow reads comments, profiles and EXIF in Python, at a cost chosen by the sender, so it does not get them.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 from teimgr.wire.gil import Rests
 
-_MAX_PARTS = 2_000  # segments, chunks or blocks of a file: a photograph has some dozens
-_PART_BYTES = 2_048  # a file may have one more part per this many bytes of pixels: encoders write chunks of some KiB
-_MAX_TABLE_BYTES = 2**17  # before the pixels of a JPEG; its tables and an image's head take some KiB
-_MAX_SCANS = 100  # of a JPEG, each over all pixels: encoders write a dozen
+_MAX_PARTS = 2_000  # segments, chunks or blocks of a file; a photograph has some dozens
+_PART_BYTES = 2_048  # allows one more part per this many bytes of pixels; encoders write chunks of some KiB
+_MAX_TABLE_BYTES = 2**17  # before the pixels of a JPEG; tables and header take some KiB
+_MAX_SCANS = 100  # of a JPEG, each over all pixels; encoders write a dozen
 _MAX_FILL_BYTES = 64  # before a JPEG marker
 _MAX_EXIF_BYTES = 2**16
-_STEP_BYTES = 2**20  # of a JPEG, searched at a time
+_STEP_BYTES = 2**20  # of a JPEG searched per step
 _EXIF = b"Exif\0\0"
-_XMP, _PNG_XMP = b"http://ns.adobe.com/xap/1.0/\0", b"XML:com.adobe.xmp\0\0\0\0\0"  # before it
+_XMP, _PNG_XMP = b"http://ns.adobe.com/xap/1.0/\0", b"XML:com.adobe.xmp\0\0\0\0\0"  # prefixes of XMP
 _XMP_TURN = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
-_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}  # of bytes, by the beginning of a TIFF
+_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}  # byte order by the beginning of a TIFF
 _ORIENTATION = 0x0112
-_SIZES = {1: "B", 3: "H", 4: "I"}  # of whole numbers, by a TIFF's type
+_SIZES = {1: "B", 3: "H", 4: "I"}  # format of integers by TIFF type
 _PNG_KEPT = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-_WEBP_FIRST, _FRAME_HEAD = 12, 16  # where its parts begin, and those of a frame within one
+_WEBP_FIRST, _FRAME_HEAD = 12, 16  # offset of the first part of a WebP file, and of a frame's parts in its chunk
 
 
 class BrokenFileError(Exception):
@@ -90,7 +90,7 @@ def _jpeg(data: bytes) -> _Found:
             raise BrokenFileError
         counter.add()
         marker, start = data[at], at - 1
-        if marker == 0xDA:  # start of scan: the picture begins
+        if marker == 0xDA:  # start of scan
             if _has_many_scans(data, at):
                 raise BrokenFileError
             return [*kept, view[start:]], exif, xmp
@@ -117,7 +117,7 @@ def _has_many_scans(data: bytes, at: int) -> bool:
     """True if more than `_MAX_SCANS` begin from there to the end of the picture; in steps: a search holds the GIL."""
     scans, rests = 0, Rests()
     for begin in range(at, len(data), _STEP_BYTES):
-        stop = begin + _STEP_BYTES + 1  # one byte of a marker may be in the next step
+        stop = begin + _STEP_BYTES + 1  # one more byte: a marker has two
         end = data.find(b"\xff\xd9", begin, stop)
         scans += data.count(b"\xff\xda", begin, stop if end < 0 else end)
         if scans > _MAX_SCANS or end >= 0:

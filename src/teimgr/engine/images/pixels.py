@@ -1,7 +1,7 @@
-"""Pixels as the library's image processor makes them with Pillow, bit for bit.
+"""Makes the same pixels as the library's image processor with Pillow, bit for bit.
 
-A picture is kept as bytes after resizing and cropping, which takes a quarter of the memory of the model's numbers.
-`PixelTable` converts the bytes when the batch begins.
+Resized and cropped pictures are kept as bytes, a quarter of the memory of the model's numbers. `PixelTable` converts
+them when the batch begins.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from teimgr.models.layout import DualEncoder, FlexibleSteps, PatchSteps, PixelSt
 
 Pixels = NDArray[np.uint8]
 """Pixels of one picture: [3, height, width]. With `TileSteps` the whole image, as one square, follows its squares."""
-_SCALE_STEP, _MAX_SCALE = 1e-5, 100.0  # of SigLIP2's image processor
-_STRIP_PIXELS = 2**17  # of an image, resized in about a millisecond
-_MAX_RATIO = 200  # of the sides, in Qwen2-VL's image processor
+_SCALE_STEP, _MAX_SCALE = 1e-5, 100.0  # as in SigLIP2's image processor
+_STRIP_PIXELS = 2**17  # resized per step, about a millisecond
+_MAX_RATIO = 200  # between the sides, as in Qwen2-VL's image processor
 
 
 def resized_shape(steps: PixelSteps, width: int, height: int) -> tuple[int, int]:

@@ -64,7 +64,7 @@ class PictureRunner(Runner):
         try:
             return super()._start(left, distinct)
         finally:
-            self._token_s = of_texts  # the time of a text query is estimated from texts alone
+            self._token_s = of_texts  # only texts count for the estimated time of a text query
 
 
 def _has_pictures(entries: Sequence[QueueEntry]) -> bool:

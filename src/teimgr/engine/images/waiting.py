@@ -1,7 +1,7 @@
-"""Decodes pictures on a few threads ahead of their batch, within memory bounds.
+"""Decodes pictures on a few threads ahead of their batch, within two limits: pixels of files being decoded, and bytes
+of decoded pictures that are not yet taken.
 
-Two bounds always hold: on the pixels of files being decoded, and on the bytes of decoded pictures not yet taken. A
-picture that is needed before its turn is decoded by the thread that needs it.
+The thread that needs a picture before its turn decodes it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 MAX_THREADS = 4
 AHEAD_BYTES = 64 * 2**20
-_WAIT_S = 0.03  # at most, per picture: queries that are being computed have the cores
-_NICENESS = 6  # lower priority than the forward: pictures use the cores that queries and batches leave
+_WAIT_S = 0.03  # longest pause per picture, while queries use the cores
+_NICENESS = 6  # below the forward: pictures use cores that queries and batches leave idle
 
 
 class WaitingPicture:
@@ -83,7 +83,7 @@ class FileDecoder:
     most: int
 
     def __init__(self, threads: int) -> None:
-        self.lock = threading.RLock()  # reentrant: a picture may be dropped, and so released, anywhere
+        self.lock = threading.RLock()  # reentrant: `__del__` may release a picture at any point
         self._changed = threading.Condition(self.lock)
         self._waiting: deque[weakref.ref[WaitingPicture]] = deque()
         self._in_flight = 0
@@ -184,8 +184,8 @@ class FileDecoder:
             return error
         except MemoryError:
             return InferenceFailed(f"No memory is left to decode a {picture.format} file of {picture.nbytes:,} bytes")
-        except Exception as error:  # any error: only this file fails
-            log.exception("a file cannot be decoded")
+        except Exception as error:  # of any type: only this file fails
+            log.exception("decoding a file failed")
             return InferenceFailed(f"Backend error: the file cannot be decoded: {type(error).__name__}")
 
 

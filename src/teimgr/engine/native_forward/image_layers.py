@@ -1,8 +1,8 @@
-"""Native layers of image models on a CPU: the layers of one half of a model in one call of the C library, as for texts
+"""Native layers of image models on a CPU: one call of the C library for the layers of one half of a model, as for texts
 (`forward_kernel`).
 
-They replace the layers between embeddings and last hidden states, in the image half of a model and in the text half of
-one that reads pages.
+They replace the layers between embeddings and last hidden states, in a model's image half, and in the text half of
+models of pages.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from teimgr.engine.native_forward.trace import TRACED_TOKENS
 
 log = logging.getLogger(__name__)
 
-# The halves of a library's model of pages, by their names.
-_COLUMNS = 16  # a row of the library is a multiple of this many numbers
+_COLUMNS = 16  # rows of the library are multiples of this many numbers
+# Names of the halves of a library's model of pages.
 _VISION, _TEXTS = ("vision_tower", "vision_model"), ("language_model", "text_model")
 
 
 class NativeLayers(nn.Module):
     """Replaces the layers of an image half: embedded pictures [N, T, width] → hidden states of the same shape.
 
-    With `first_alone` the result is [N, 1, width], the state of the first token, for models in which nothing reads the
-    others.
+    With `first_alone` the result is [N, 1, width], the state of the first token, for models that read no other.
     """
 
     def __init__(self, kernel: ForwardKernel) -> None:
@@ -121,8 +120,8 @@ def _states(kernel: ForwardKernel, embedded: Tensor, positions: Tensor | None = 
 
 
 class _BehindRows(nn.Module):
-    """Layers that read a table of rows, so that the forward can be traced from token ids. `own` has the attention that
-    is set."""
+    """Layers that read a table of rows, so that the forward can be traced from token ids. The attention implementation
+    is set on `own`."""
 
     def __init__(self, own: Any, run: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -155,7 +154,7 @@ def native_layers(vision: Any, dtype: torch.dtype) -> NativeLayers:
     Raises:
         CannotLowerError: the layers, the CPU or the installation do not allow it.
     """
-    own = vision.encoder  # by place: its argument has another name in each family
+    own = vision.encoder  # called by position: the name of its argument differs between families
     kernel, _ = forward_kernel(_BehindRows(vision, lambda rows, _: own(rows, attention_mask=None)), {}, dtype)
     return NativeLayers(kernel)
 
@@ -186,13 +185,13 @@ def native_texts(texts: Any, dtype: torch.dtype, *, sees_all: bool) -> NativeTex
 
 
 class NativeHalves:
-    """The native layers of a library's model of pages, installed in place of the library's; `undo` restores these."""
+    """The native layers of a library's model of pages, in place of the library's; `undo` restores those."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         """Raises CannotLowerError: neither half can be computed by our library."""
         self._own: list[tuple[Any, str, Any]] = []
-        self._native: list[nn.Module] = []  # where their memory is counted
-        sees_all = whole.config.model_type == "paligemma"  # our inputs are its prefix as a whole
+        self._native: list[nn.Module] = []  # attribute, so that `tensor_bytes` counts them
+        sees_all = whole.config.model_type == "paligemma"  # its whole input here is the prefix
         refusals = []
         for name in (name for name in (*_VISION, *_TEXTS) if hasattr(whole, name)):
             half = getattr(whole, name)
@@ -205,7 +204,7 @@ class NativeHalves:
                 log.info("the layers of %s are not native: %s", name, refusal)
                 refusals.append(f"{name}: {refusal}")
         if not self._own:
-            raise CannotLowerError("; ".join(refusals) or "it has no halves of known names")
+            raise CannotLowerError("; ".join(refusals) or "its halves have unknown names")
 
     def _put(self, owner: Any, name: str, native: nn.Module) -> None:
         self._own.append((owner, name, getattr(owner, name)))

@@ -1,12 +1,11 @@
-"""Lowering: a record of ATen operators becomes the steps of a native forward, without model code of ours.
+"""Lowering: turns a record of ATen operators into the steps of a native forward, without model code of ours.
 
-`lower` interprets the record of `forward_trace`. A value of every token is represented by what stands in it: a tensor
-of its shape that holds, for every element, the token and the column of the step's result that it is
-(`StepRows.places`). So views, transpositions, slices and splits are computed by torch itself, and a step only has to
-check that the elements lie as it reads them. What depends on positions alone becomes a table; what depends on nothing
-is computed at once.
+`lower` interprets the record of `native_forward/trace.py`. A value per token is represented symbolically: a tensor of
+its shape has, for every element, the token and the column in a step's result (`StepRows.places`). So torch itself
+computes views, transpositions, slices and splits, and a step only checks that the elements are in the order in which it
+reads them. Functions of positions become tables; constants are computed at once.
 
-Whether the steps compute what the model does is decided by the fidelity gate, like every other way of running it.
+The fidelity gate verifies that the steps compute the same as the model, like every other batching.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ from teimgr.engine.native_library import MAX_HEAD_SIZE, MAX_HEADS
 
 log = logging.getLogger(__name__)
 
-_COLUMNS = 16  # columns of every value are a multiple of this, the float32 numbers of the widest register
-_MAX_REACH = 2**31 - 1  # tokens: a wider window has all of a text in it
-_PAIR = 2  # a linear layer reads a multiple of this: panels of bfloat16 have the weights of two columns side by side
+_COLUMNS = 16  # the columns of every value are a multiple of the float32 numbers in the widest register
+_MAX_REACH = 2**31 - 1  # tokens: a wider window includes any text
+_PAIR = 2  # a linear layer reads a multiple of this: panels of bfloat16 interleave the weights of two columns
 _aten = torch.ops.aten
 
 _VIEWS = frozenset(
@@ -81,8 +80,8 @@ def lower(record: ForwardRecord) -> ForwardProgram:
     try:
         found = _Lowering(record).run()
     except (TypeError, IndexError, AttributeError, KeyError, RuntimeError) as error:
-        # Arguments that no handler takes, or a fault of a handler: the model's own code serves it either way.
-        log.warning("a forward cannot be lowered", exc_info=True)
+        # Unsupported arguments, or a defect of a handler: the model's own code is used in both cases.
+        log.warning("lowering a forward failed", exc_info=True)
         raise CannotLowerError(f"an operator that is used in another way: {error}") from error
     return fused(found)
 
@@ -91,9 +90,9 @@ def lower(record: ForwardRecord) -> ForwardProgram:
 class _Lowering:
     record: ForwardRecord
     steps: list[Step] = field(default_factory=list)
-    values: dict[int, Any] = field(default_factory=dict)  # by identity of a tensor of the record
+    values: dict[int, Any] = field(default_factory=dict)  # by identity of a recorded tensor
     computed: dict[int, tuple[Any, StepRows]] = field(default_factory=dict)  # by identity of a value
-    whole: dict[int, Tensor] = field(default_factory=dict)  # places of whole results, by their columns
+    whole: dict[int, Tensor] = field(default_factory=dict)  # places of whole results by number of columns
 
     def run(self) -> ForwardProgram:
         record = self.record
@@ -152,8 +151,6 @@ class _Lowering:
         if (handler := _HANDLERS.get(target)) is None:
             raise CannotLowerError(str(target))
         return handler(self, *args, **kwargs)
-
-    # Values and steps
 
     def _add(self, kind: str, width: int, **fields: Any) -> StepRows:
         """Append a step; its result, [1, T, groups · width]."""

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_BYTE_COLUMNS = 16  # numbers per step when a row of bytes is made
-# The fields of a step, by its kind, that matrix products read.
+_BYTE_COLUMNS = 16  # numbers quantised per step
+# The fields that matrix products read, by the kind of a step.
 _OPERAND_FIELDS = {"linear": ("x",), "quantise": ("x",), "attend": ("x", "with_", "third")}
 
 
 class CannotLowerError(Exception):
-    """The model computes something that is not among the steps."""
+    """The model computes something that no step implements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def _with_fused_activations(program: ForwardProgram) -> ForwardProgram:
 def _with_fused_sums(program: ForwardProgram) -> ForwardProgram:
     """Compute activations and sums that follow a linear layer together with it."""
     steps, consumers = {step.key: step for step in program.steps}, _consumers(program.steps)
-    moved: dict[int, int] = {}  # results that another step has now
+    moved: dict[int, int] = {}  # results that were moved to another step
     for step in program.steps:
         step = _renamed(step, {key: Columns(to, 0, 0) for key, to in moved.items()})
         steps[step.key] = step

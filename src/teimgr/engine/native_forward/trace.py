@@ -1,7 +1,7 @@
-"""A record of the ATen operators of a model's own forward, made while it runs once on one short text.
+"""Records the ATen operators of a model's own forward during one run on a short text.
 
-Its values while it is lowered: places in rows, sums of look-ups, functions of them. Besides these (`SYMBOLIC`), a value
-may be a constant (a tensor or a number) or a list of values.
+Also the symbolic values during lowering: places in rows, sums of look-ups, functions of them. Besides these
+(`SYMBOLIC`), a value may be a constant (a tensor or a number) or a list of values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRACED = "teimgr_traced"
 TRACED_TOKENS = 23  # of the traced text: no dimension of a model is a multiple of it
 
 
-# Stands for attention in a trace: [1, heads, T, d] → [1, T, heads, d].
+# Placeholder for attention in a trace: [1, heads, T, d] → [1, T, heads, d].
 torch.library.define(
     "teimgr::attend", "(Tensor q, Tensor k, Tensor v, float? scale, bool causal, int? window, Tensor? slopes) -> Tensor"
 )
@@ -69,9 +69,9 @@ class OperatorCall(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardRecord:
-    """The operators of one forward, in order; a tensor is identified by its object, which the record keeps alive.
+    """The operators of one forward, in order. Tensors are identified by object; the record keeps them alive.
 
-    The values of results are not those of the model: matrices are not multiplied, and attention is left out.
+    The values of results are not the model's: matrix products and attention are skipped.
     """
 
     ids: Tensor
@@ -102,7 +102,7 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends each operator call that depends on the arguments to `record`; the results of others are constants.
 
-    Without autograd, an operator such as `linear` arrives whole, not as the operators that it is composed of.
+    Without autograd, an operator such as `linear` is recorded whole, not as its parts.
 
     Raises:
         CannotLowerError: Python reads a number that depends on the arguments, so another text may run other code.
@@ -115,7 +115,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.linear.default:  # what it costs to run the model once
+        if func is torch.ops.aten.linear.default:  # skipped: most of the cost of a run
             rows, weights = args[0], args[1]
             result = rows.new_zeros(*rows.shape[:-1], weights.shape[0])
         else:
@@ -151,7 +151,7 @@ def trace_forward(module: Any, options: dict[str, Any]) -> ForwardRecord:
             record.hidden = found.last_hidden_state
     except CannotLowerError:
         raise
-    except Exception as error:  # of any kind: the model's code
+    except Exception as error:  # of any type, from the model's code
         raise CannotLowerError(f"it cannot be traced: {str(error).partition(chr(10))[0]}") from error
     finally:
         with suppress(ValueError):

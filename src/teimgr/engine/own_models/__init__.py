@@ -1,7 +1,7 @@
-"""Architectures that transformers lacks, by the names of the weights in their files.
+"""Architectures that transformers lacks, with the names of the weights in their files.
 
-Each has a folder as in transformers' `models`: the fields of its configuration class are the keys of config.json that
-it reads (`models/known_keys`), after `models/own_code` has converted it.
+Each has a folder as in transformers' `models`. The fields of its configuration class are the keys that it reads of
+config.json (`models/known_keys`), after `models/own_code` has converted that.
 """
 
 from __future__ import annotations

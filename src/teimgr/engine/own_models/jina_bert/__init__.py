@@ -1,1 +1,1 @@
-"""JinaBERT v2: BERT with ALiBi in the place of positions, and gated feed-forward layers."""
+"""JinaBERT v2: BERT with ALiBi in place of positions, and gated feed-forward layers."""

@@ -8,8 +8,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 @strict
 class JinaBertConfig(PreTrainedConfig):
-    """`qk_norm`: the variant of jina-embeddings-v2-base-code, `jina-bert-v2-qk-post-norm`, which normalises queries and
-    keys, and both sums of a layer. `feed_forward_type` is geglu or reglu.
+    """`qk_norm` selects the variant of jina-embeddings-v2-base-code, `jina-bert-v2-qk-post-norm`, which normalises
+    queries, keys, and both sums of a layer. `feed_forward_type` is geglu or reglu.
     """
 
     model_type = "jina_bert"

@@ -1,6 +1,6 @@
 """JinaBERT v2 of jina-embeddings-v2-* and jina-reranker-v1-*: BERT with ALiBi and gated feed-forward layers.
 
-It computes what the code of `jinaai/jina-bert-implementation` does, and with `qk_norm` that of
+It computes the same as the code of `jinaai/jina-bert-implementation`, or with `qk_norm` as that of
 `jinaai/jina-bert-v2-qk-post-norm`. Attributes have the names of the weights in the files.
 """
 
@@ -83,7 +83,7 @@ class _Attention(nn.Module):
 
 
 class _GatedMLP(nn.Module):
-    """The first half of the columns is gated; residual and norm are within."""
+    """The first half of the columns is gated; includes residual and norm."""
 
     def __init__(self, config: JinaBertConfig) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _GatedMLP(nn.Module):
 
 
 class _PostNormMLP(nn.Module):
-    """The second half of the columns is gated; residual and norm are the layer's."""
+    """The second half of the columns is gated; the layer adds residual and norm."""
 
     def __init__(self, config: JinaBertConfig) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class _PreTrainedModel(PreTrainedModel):
 
 
 class JinaBertModel(_PreTrainedModel):
-    """Hidden states, and the first token's through a dense layer with tanh where `add_pooling_layer`."""
+    """Hidden states; with `add_pooling_layer` also the first token's after a dense layer with tanh."""
 
     def __init__(self, config: JinaBertConfig, add_pooling_layer: bool = True) -> None:
         super().__init__(config)

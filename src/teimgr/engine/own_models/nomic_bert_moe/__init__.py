@@ -1,1 +1,1 @@
-"""NomicBERT as transformers does not have it: with experts, biases, or plain feed-forward layers."""
+"""NomicBERT variants that transformers lacks: with experts, biases, or plain feed-forward layers."""

@@ -1,4 +1,4 @@
-"""The configuration of NomicBERT with experts, by the library's names where it has them."""
+"""The configuration of NomicBERT with experts, with the library's names if it has them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 @strict
 class NomicBertMoeConfig(PreTrainedConfig):
-    """`hidden_act` silu has gated feed-forward layers, gelu plain ones. Of the layers with an index i, those with
-    i mod `moe_every_n_layers` = 1 have `num_experts` experts in the place of it, of which each token takes the
-    `moe_top_k` likeliest.
+    """`hidden_act` silu means gated feed-forward layers, gelu plain ones. Layers i with i mod `moe_every_n_layers` = 1
+    have `num_experts` experts instead, of which each token uses the `moe_top_k` most probable.
     """
 
     model_type = "nomic_bert_moe"

@@ -1,6 +1,6 @@
 """NomicBERT of nomic-embed-text-v2-moe: rotary positions, biases, and experts in every second layer.
 
-It computes what the code of `nomic-ai/nomic-bert-2048` does; attributes have the names of the weights in the files.
+It computes the same as the code of `nomic-ai/nomic-bert-2048`; attributes have the names of the weights in the files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class _Rotary(nn.Module):
-    """cos and sin of positions, [rows, T, d]; of the rope type "dynamic", `engine.rotary` has another module."""
+    """cos and sin of positions, [rows, T, d]. `engine.rotary` has the module for the rope type "dynamic"."""
 
     def __init__(self, config: NomicBertMoeConfig) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class _Router(nn.Module):
 
 
 class _ExpertWeights(nn.Module):
-    """`w1` and `w2`, [experts · inner, width]: those of one expert follow those of the one before."""
+    """`w1` and `w2`, [experts · inner, width], expert after expert."""
 
     def __init__(self, config: NomicBertMoeConfig) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _ExpertWeights(nn.Module):
 
 
 class _Experts(nn.Module):
-    """One bias for all, which is added once."""
+    """The experts, with one common bias that is added once."""
 
     def __init__(self, config: NomicBertMoeConfig) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _Experts(nn.Module):
 
 
 class _ExpertsMLP(nn.Module):
-    """Σ over the likeliest experts: probability · GELU(x · w1ᵀ) · w2. Probabilities are those among all experts."""
+    """Σ over the most probable experts: probability · GELU(x · w1ᵀ) · w2, with probabilities among all experts."""
 
     def __init__(self, config: NomicBertMoeConfig) -> None:
         super().__init__()
