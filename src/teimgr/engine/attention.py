@@ -311,14 +311,14 @@ def biased_attention(
 
 
 _OWN = "teimgr.engine.own_models"
-_BEYOND = 64  # tokens of a text that is longer than those in training
-_ALIKE = 1e-3  # angles of thousands, in float32
+_BEYOND = 64  # tokens of a test text beyond the trained length
+_ALIKE = 1e-3  # tolerance for angles of thousands in float32
 
 
 class DynamicRotary(nn.Module):
     """cos and sin, [1, T, d], of rotary positions with dynamic NTK scaling, as transformers' rope type "dynamic".
 
-    A text of L tokens, more than `trained`, has the base θ · (f·L/trained − (f − 1))^(d/(d − 2)); others have θ.
+    A text of L > `trained` tokens has the base θ · (f·L/trained − (f − 1))^(d/(d − 2)); others have θ.
     """
 
     def __init__(self, theta: float, factor: float, trained: int, size: int) -> None:
@@ -329,7 +329,7 @@ class DynamicRotary(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """`position_ids` int64 [rows, T] restart at 0 with every text; several rows are alike."""
         positions = position_ids[0]
-        text = (positions == 0).cumsum(0) - 1  # the same number for the tokens of a text
+        text = (positions == 0).cumsum(0) - 1  # the number of each token's text
         longest = torch.zeros_like(positions).scatter_reduce(0, text, positions, "amax")
         lengths = (longest[text] + 1).clamp(min=self.trained).to(torch.float32)
         grown = self._factor * lengths / self.trained - (self._factor - 1)
@@ -377,7 +377,7 @@ def _as_own(library: Any) -> DynamicRotary:
     size = int(size * rope.get("partial_rotary_factor", 1.0))
     trained = int(config.max_position_embeddings)
     own = DynamicRotary(float(rope["rope_theta"]), float(rope["factor"]), trained, size)
-    # Our own models' modules leave longer texts to this one.
+    # Modules of our own models compute only trained lengths.
     lengths = (trained,) if type(library).__module__.startswith(f"{_OWN}.") else (trained, trained + _BEYOND)
     if not all(_is_alike(own, library, length) for length in lengths):
         raise ModelLoadFailed(f"dynamic rotary positions as in {type(library).__name__} are not served")
@@ -390,7 +390,7 @@ def _is_alike(own: DynamicRotary, library: Any, length: int) -> bool:
     try:
         with torch.no_grad():
             expected = library(x, positions)
-    except (RuntimeError, ValueError, IndexError, TypeError):  # of positions in several dimensions
+    except (RuntimeError, ValueError, IndexError, TypeError):  # its positions have several dimensions
         return False
     found = own(x, positions)
     return len(expected) == 2 and all(

@@ -229,9 +229,9 @@ _FEW = 4096  # numbers
 
 
 class WeightPacker:
-    """Packs the layers of one program, which are (out, in, dtype); where it reads `pairs`, all are of bfloat16.
+    """Packs the layers (out, in, dtype) of one program; if it reads `pairs`, all are bfloat16.
 
-    `panel` is how many columns the library computes at a time, `byte_sum_bits` is that of the library.
+    `panel` is the number of columns that the library computes at a time, `byte_sum_bits` is the library's.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class WeightPacker:
         scales = weights.abs().amax(dim=1).clamp_min(1e-12) / 127.0
         if self._byte_sum_bits == 16:
             largest = _largest_sums(weights).clamp_min(1e-12)
-            scales = largest / 126.0  # fits always: four that are rounded up add 2
+            scales = largest / 126.0  # always fits: rounding up four numbers adds 2
             for most in (127.0, 128.0):
                 rounded = (weights / (largest / most)[:, None]).round()
                 fits = (_largest_sums(rounded) <= 128.0) & (rounded.abs().amax(dim=1) <= 127.0)
@@ -300,7 +300,7 @@ def narrowest(parts: Sequence[Tensor]) -> torch.dtype:
 def _are_same_in(dtype: torch.dtype, numbers: Tensor) -> bool:
     if numbers.dtype is dtype:
         return True
-    few = numbers.flatten()[:_FEW]  # decide for most
+    few = numbers.flatten()[:_FEW]  # decides most cases
     return all(torch.equal(some.to(dtype).to(some.dtype), some) for some in (few, numbers))
 
 
@@ -311,10 +311,7 @@ def _largest_sums(weights: Tensor) -> Tensor:
 
 
 class _HugePages:
-    """`size` bytes, in huge pages where the system has them.
-
-    Thousands of small pages, each taken from the system at its first use, cost more time than the packing.
-    """
+    """`size` bytes, in huge pages if possible: faulting in thousands of small pages takes longer than packing."""
 
     def __init__(self, size: int) -> None:
         self._taken = 0

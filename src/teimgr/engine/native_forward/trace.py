@@ -159,12 +159,12 @@ def trace_forward(module: Any, options: dict[str, Any]) -> ForwardRecord:
     return record
 
 
-TOKEN = 1 << 32  # the places of two tokens are so far apart
+TOKEN = 1 << 32  # distance between the places of two tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """Elements of the result of step `key`: those at `places` (token × TOKEN + column), negated where set."""
+    """Elements of the result of step `key` at `places` (token × TOKEN + column), negated if set."""
 
     key: int
     places: Tensor
@@ -180,14 +180,14 @@ class Index:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OfPositions:
-    """Computed from the positions alone, [1, T] int64."""
+    """A function of the positions alone, [1, T] int64."""
 
     run: Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lookups:
-    """A sum of rows of tables, and of a row that is the same for every token, times `scale`."""
+    """A sum of rows of tables and of a constant row, times `scale`."""
 
     tables: tuple[tuple[Tensor, str], ...] = ()
     constant: Tensor | None = None
@@ -196,7 +196,7 @@ class Lookups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
-    """A function of each number of `rows`; which one is found when the result is needed."""
+    """A function of each number of `rows`, recognised when the result is needed."""
 
     rows: StepRows
     run: Callable[[Tensor], Tensor]
@@ -204,8 +204,8 @@ class Function:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeanSquare:
-    """An RMS norm as far as it has been traced: squares of `rows`; with `is_mean` their mean over the last dimension
-    plus `epsilon`; with `inverse` the inverse root of that."""
+    """Part of an RMS norm: squares of `rows`; with `is_mean` their mean over the last dimension plus `epsilon`; with
+    `inverse` the inverse root of that."""
 
     rows: StepRows
     epsilon: float = 0.0
@@ -230,7 +230,7 @@ class Turned:
 
 
 SYMBOLIC = (StepRows, Index, OfPositions, Lookups, Function, MeanSquare, Normalised, Turned)
-# The functions that steps compute, by their names there.
+# The functions that steps compute, by name.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -248,7 +248,7 @@ def recognise_activation(run: Callable[[Tensor], Tensor]) -> str:
     for name, known in _ACTIVATIONS.items():
         if torch.allclose(values, known(grid), atol=1e-5):
             return name
-    raise CannotLowerError("another function of each number than the known activations")
+    raise CannotLowerError("an unknown elementwise function")
 
 
 def number_of(value: Any) -> float | None:
