@@ -30,8 +30,8 @@ from teimgr.api.gateway.bodies import ModelScans
 from teimgr.api.rest import schemas
 from teimgr.engine.job import InferOptions, Job, Lane, SparseRow
 from teimgr.errors import TeimgrError
-from teimgr.observability.memory import collect_garbage_rarely
-from teimgr.wire import arrow_tables, frames
+from teimgr.observability.memory import collect_garbage_rarely, map_large_buffers
+from teimgr.wire import arrow_tables, frames, json_pieces
 from teimgr.wire.arrow_inputs import read_inputs, read_texts
 from teimgr.wire.frames import HttpRequest, Timings
 from teimgr.wire.gil import free
@@ -71,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, write; 1 if a wait was above the limit."""
     rows: list[tuple[str, float, float]] = []
     collect_garbage_rarely()  # like daemon, mux and worker
+    map_large_buffers()  # like the daemon
     with partial():
         for case in cases():
             if options.only and not any(word in case.name for word in options.only):
@@ -394,6 +395,9 @@ def _reply_cases() -> Iterator[Case]:
     yield Case("reply: base64, many vectors", 30 * _MIB, _job, lambda job: _listed(job, True))
     yield Case("reply: base64 of one matrix", 30 * _MIB, _matrix, lambda rows: http.to_json([_base64(rows)]))
     yield Case("reply: floats", 30 * _MIB, _job, lambda job: _listed(job, False))
+    pieces = lambda size: [bytes(2**18)] * (size // 2**18)  # noqa: E731
+    yield Case("reply: pieces", 120 * _MIB, pieces, json_pieces.joined)
+    yield Case("reply: vectors per token, msgpack", 120 * _MIB, of(_sie_job, "multivector"), _sie_reply)
     yield Case("reply: bytes", 30 * _MIB, _job, lambda job: binary_reply(list(job.vectors), {}, "bytes_only"))
     yield Case("reply: vectors per token", 30 * _MIB, _matrix, lambda rows: http.to_json([rows]))
     yield Case("reply: sparse JSON", 30 * _MIB, _sparse_job, tei.sparse)
@@ -491,7 +495,22 @@ class _Link(frames.FrameProtocol):
 def _link_cases() -> Iterator[Case]:
     yield Case("link: a frame received", _GRPC, _frame, _received)
     yield Case("link: a reply with timings received", _GRPC, lambda size: b"a" * size, frames.split_timings)
-    yield Case("link: a body held", 16 * _MIB, lambda size: b"a" * size, lambda body: bytearray(b"head" + body))
+    yield Case("link: a body that grows", 60 * _MIB, lambda size: size, _grown)
+    yield Case("link: a body held", 16 * _MIB, lambda size: b"a" * size, _held)
+
+
+def _held(body: bytes) -> bytearray:
+    payload = bytearray(b"head")
+    payload += body
+    return payload
+
+
+def _grown(size: int) -> int:
+    """A request's body as the daemon reads it; the length, as it is freed here."""
+    body, part = bytearray(), bytes(2**16)
+    for _ in range(0, size, len(part)):
+        body += part
+    return len(body)
 
 
 def _frame(size: int) -> bytes:

@@ -330,7 +330,9 @@ class Bodies:
         self._check_replies()
         charge = Charge(budget or self.small)
         await charge_body(charge, len(body))
-        return ReadBody(bytearray(head + body), len(head), charge.bytes, budget or self.small), charge
+        payload = bytearray(head)
+        payload += body  # one copy: a body of a batch may have 16 MiB
+        return ReadBody(payload, len(head), charge.bytes, budget or self.small), charge
 
     def _check_replies(self) -> None:
         if self.large.taken_bytes > self.large.limit_bytes * _REPLIES:

@@ -431,7 +431,9 @@ def after_load(head: HttpRequest, body: ReadBody, waited_ns: int) -> tuple[HttpR
     """Return head and body of a request after the load of its model, with the waiting time for the worker."""
     head = head._replace(headers={**head.headers, LOAD_NS: str(waited_ns)})
     start = request_head(head)
-    return head, body._replace(payload=bytearray(start + body.payload[body.start :]), start=len(start))
+    payload = bytearray(start)
+    payload += memoryview(body.payload)[body.start :]  # one copy: each of 32 MiB takes 10 ms or more
+    return head, body._replace(payload=payload, start=len(start))
 
 
 def check_encoding(headers: Mapping[str, str]) -> None:
