@@ -1,11 +1,11 @@
-"""The space of a model's vectors: one SHA-256 over all that decides what a vector means, whatever computes it.
+"""The space of a model's vectors: one SHA-256 over everything that determines the meaning of a vector.
 
 It covers the weights' tensors, the tokenizer, config.json and the modules, pooling, prompts, lengths, truncation,
 dimensions and head, as the engine has read them: every field of `Layout` that is not in `_NOT_OF_THE_SPACE`. Names and
-shards of files, host, device, batch and element type are not part of it; the element type gives a precision class.
+shards of files, host, device, batch and element type are not part of it; the element type has a precision class.
 
-The weights are hashed on threads while the model loads, and what came out is kept in a file for the next load of the
-same files: hashing takes 0.1 s for 90 MB, looking for changes some 0.2 ms.
+Threads hash the weights while the model loads. A file keeps the digests for the next load of the same files: hashing
+takes 0.1 s for 90 MB, a check for changes some 0.2 ms.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the hash: raised, with a line in CHANGELOG.md, if the engine's own vectors change their meaning."""
-_KEPT_FORMAT = 2  # of kept digests: raised where they change for the same files
+_KEPT_FORMAT = 2  # of kept digests; raised if they change for the same files
 MAX_KEPT = 4096
 _MAX_KEPT_BYTES = 64 * 1024
 _MAX_FILES = 10_000
 _PIECE_BYTES = 4 * 2**20
 _MAX_THREADS = 4
 _SUFFIX = ".space"
-# Of `Layout`: where files are and in which form, what is said about them, and what is hashed as the engine has it.
+# Fields of `Layout` that are not hashed: paths and formats of files, notes, and what is hashed in the engine's form.
 _NOT_OF_THE_SPACE = frozenset(
     (
         *("root", "transformer_dir", "weights_dir", "safetensors_only", "config_is_changed", "weight_names"),
@@ -56,12 +56,12 @@ _NOT_OF_THE_SPACE = frozenset(
         *("lower_case", "end_token", "own_tokenizer", "trust_remote_code", "code_revision", "query_route"),
     )
 )
-# Of parts of a layout: where a module's own code is, which is hashed as such, the route of which the layout is, and an
-# adapter's rank, which is that of its weights.
+# Fields of parts of a layout that are not hashed: the place of own code, which is hashed itself, the layout's route,
+# and an adapter's rank, which is that of its weights.
 _BY_WEIGHTS = ("root", "route", "revision", "rank", "ranks")
-# Of `Layout` and its parts, since FORMAT was last raised: hashed where they are set.
+# Fields of `Layout` and its parts added since FORMAT was last raised: hashed only if set.
 _LATER_FIELDS = frozenset(("dual", "pages", "sound", "chat", "reader", "strips", "cuts_prefix"))
-# Of config.json: where a file comes from and how it was saved.
+# Keys of config.json that are not hashed: origin and format of the file.
 _ORIGIN = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache"))
 _DTYPES = {
     torch.float64: "F64",
@@ -85,8 +85,8 @@ def precision_class(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ContentDigests:
-    """Digests of what is in a model's files: of tensors by the number of their place in `_places`, of tokenizers, and
-    of code of the model's own.
+    """Digests of the contents of a model's files: tensors by the index of their place in `_places`, tokenizers, and the
+    model's own code.
     """
 
     weights: list[str]
@@ -96,7 +96,7 @@ class ContentDigests:
 
 @dataclass
 class SpaceDigest:
-    """The computation of a model's space, begun when its files are read and `result` when it is loaded."""
+    """The computation of a model's space: `begin` when its files are read, `result` after the load."""
 
     layout: Layout
     tokenizer: TextTokenizer
@@ -133,9 +133,9 @@ class SpaceDigest:
     def _hash(self, kept: PrivateCacheFile | None) -> None:
         try:
             self._found = found = digests_of(self.layout, self.tokenizer, self.code, min(self.threads, _MAX_THREADS))
-            if kept is not None and self._kept() == kept:  # no file has changed meanwhile
+            if kept is not None and self._kept() == kept:  # no file changed meanwhile
                 kept.write(json.dumps([found.weights, found.tokenizers, found.code]).encode())
-        except BaseException as error:  # is the load's
+        except BaseException as error:  # `result` raises it
             self._failure = error
 
     def _kept(self) -> PrivateCacheFile | None:
@@ -152,7 +152,7 @@ class SpaceDigest:
         try:
             found = identities({folder.resolve() for folder in folders}, _MAX_FILES)
         except OSError as error:
-            log.info("no digests of the model's files are kept: %s", error)
+            log.info("digests of the model's files are not stored: %s", error)
             return None
         versions = (FORMAT, _KEPT_FORMAT, tokenizers.__version__, transformers.__version__)
         facts = (versions, repr(replace(layout, notes=(), warnings=())), self.code, found)
@@ -219,7 +219,7 @@ def _paths_in(value: Any) -> Iterator[Path]:
         yield value
     elif is_dataclass(value):
         for item in fields(value):
-            if item.name != "root":  # of a module's own code, which is hashed as such
+            if item.name != "root":  # the directory of own code, which is hashed itself
                 yield from _paths_in(getattr(value, item.name))
     elif isinstance(value, (list, tuple)):
         for each in value:
@@ -251,7 +251,7 @@ def _lines(place: Path, pool: ThreadPoolExecutor) -> list[str]:
     files = [place] if place.is_file() else weight_files(place)
     if not files and (graph := onnx_file(place)) is not None:
         return [_of_tensor(name, tensor) for name, tensor in onnx_weights(graph).items()]
-    if not files:  # of a module of the model's own code, in a form that it knows alone
+    if not files:  # own code may have weights in its own format
         files = [path for path in sorted(place.iterdir()) if path.is_file()]
         return [f"{path.name} {_of_range(path, 0, path.stat().st_size)}" for path in files]
     return [line for file in files for line in _of_file(file, pool)]

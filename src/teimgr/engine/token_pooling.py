@@ -1,9 +1,9 @@
-"""Token pooling: the vectors of a document's tokens that are near each other become their mean, to store fewer.
+"""Token pooling: replaces similar vectors of a document's tokens by their mean, to store fewer.
 
-As `HierarchicalTokenPooling` of sentence-transformers does by default, and PyLate but for the last norm: the first
-vector stays as it is, the others are clustered by Ward's criterion on 1 - cosine into as many clusters as `factor`
-leaves of them, and each cluster becomes its mean, scaled to length 1. colpali-engine clusters rows of the matrix of
-distances instead, which gives other clusters.
+The same as `HierarchicalTokenPooling` of sentence-transformers by default, and as PyLate except for the last norm. The
+first vector is unchanged. The others are clustered by Ward's criterion on 1 - cosine into 1 / `factor` of their number,
+and each cluster becomes its mean, scaled to length 1. colpali-engine clusters rows of the matrix of distances instead,
+with other clusters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Floats = NDArray[np.float32]
 
 MAX_TOKENS = 4096
 """The most tokens of a pooled document: its distances take 128 MiB, and clustering part of a second."""
-_KEPT = 1  # vectors at the beginning, usually of [CLS]
+_KEPT = 1  # vectors kept at the beginning, usually [CLS]
 
 
 def pool_documents(job: Job, model: LoadedModel, check: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ def pooled(vectors: Floats, factor: float) -> Floats:
 def _distances(vectors: Floats) -> NDArray[np.float64]:
     """1 - cosine of all pairs, infinity with itself."""
     found: NDArray[np.float64] = np.triu(np.clip(1 - vectors @ vectors.T, 0, 2).astype(np.float64), 1)
-    found += found.T  # exactly symmetric, as one half of the matrix is read by others
+    found += found.T  # exactly symmetric: both halves of the matrix are read
     np.fill_diagonal(found, np.inf)
     return found
 
@@ -75,7 +75,7 @@ def _merges(distances: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[n
     sizes = np.ones(count)
     pairs, heights = np.empty((count - 1, 2), np.intp), np.empty(count - 1)
     chain: list[int] = []
-    first = 0  # no cluster before it is left
+    first = 0  # clusters before it are merged
     for at in range(count - 1):
         if not chain:
             while not sizes[first]:
@@ -85,7 +85,7 @@ def _merges(distances: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[n
             here = chain[-1]
             near = int(distances[here].argmin())
             if len(chain) > 1 and distances[here, chain[-2]] <= distances[here, near]:
-                near = chain[-2]  # also where another is as near, so that every chain ends
+                near = chain[-2]  # also on ties, so that every chain ends
                 break
             chain.append(near)
         del chain[-2:]

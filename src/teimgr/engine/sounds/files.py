@@ -1,12 +1,12 @@
 """Sound files of callers: format and length by the header, the samples, the mel spectrograms, each within limits.
 
 A sound is decoded in blocks to one channel, the mean of all, at the model's sample rate. libsndfile decodes, through
-`soundfile`; cut files that it takes for whole are found here.
+`soundfile`; this module detects truncated files that it accepts.
 
-Spectrograms are those of the library's feature extractor, of windows at fixed places, where it takes them at random. A
-sound that fits a window is one, repeated and padded as the extractor does. Of a longer one, a model without fusion
-reads windows one behind the other, the last of which ends with the sound; a model with fusion reads the whole, shrunk,
-with windows at its beginning, in its middle and at its end.
+Spectrograms are those of the library's feature extractor, but of windows at fixed instead of random places. A sound
+that fits into a window is repeated and padded as by the extractor. Of a longer one, a model without fusion reads
+consecutive windows, the last of which ends with the sound; a model with fusion reads the whole sound, shrunk, and
+windows at its beginning, in its middle and at its end.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _padded(samples: NDArray[np.float32], steps: SoundSteps) -> NDArray[np.float
 
 def _fused(mels: Spectrograms, steps: SoundSteps) -> Spectrograms:
     frames, total = steps.window // steps.hop + 1, len(mels)
-    if total == frames:  # longer by less than a hop
+    if total == frames:  # the sound is longer by less than a hop
         return mels[None, None]
     front, middle, back = (list(each) or [0] for each in np.array_split(np.arange(total - frames + 1), 3))
     places = (front[0], middle[len(middle) // 2], back[-1])
@@ -115,15 +115,15 @@ def _filters(steps: SoundSteps) -> NDArray[np.float64]:
 MAX_SECONDS = 600
 MAX_FILE_BYTES = 20 * 2**20
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
-_MAX_SAMPLES = MAX_SECONDS * 48_000 * 2  # of all channels: ten minutes in stereo
+_MAX_SAMPLES = MAX_SECONDS * 48_000 * 2  # of all channels; ten minutes in stereo
 _RATES = (4_000, 192_000)
 _MAX_CHANNELS = 8
-_MAX_CHUNKS, _MAX_PAGES = 1000, 60_000  # of a WAV and of an OGG, whose pages have 10 ms and more of sound
+_MAX_CHUNKS, _MAX_PAGES = 1000, 60_000  # of a WAV, and of an OGG, whose pages have at least 10 ms
 _BLOCK_SAMPLES = 1 << 16
 _LOUDEST = 1000  # full scale is 1
-_LAST_PAGE = 4  # a flag of OGG
-_MAX_TAGS, _SHIFTS = 4, (21, 14, 7, 0)  # of ID3 before an MP3, whose size has seven bits in each byte
-_UNKNOWN = 2**32 - 1  # as the size of a WAV's samples: a pipe's writer does not know it
+_LAST_PAGE = 4  # flag of an OGG page
+_MAX_TAGS, _SHIFTS = 4, (21, 14, 7, 0)  # of ID3 before an MP3; the size has seven bits per byte
+_UNKNOWN = 2**32 - 1  # size of a WAV's samples if it was written to a pipe
 _WAY_OUT = "send WAV, FLAC, OGG (Vorbis, Opus) or MP3"
 _KNOWN_OTHERS = (
     (b"RF64", "RF64"),
@@ -138,7 +138,7 @@ _KNOWN_OTHERS = (
 
 
 class Header(NamedTuple):
-    """The header of a sound file: `frames` are samples of each channel."""
+    """The header of a sound file: `frames` is the number of samples per channel."""
 
     format: str
     rate: int
@@ -245,7 +245,7 @@ def _decoded(data: bytes, header: Header, rate: int) -> NDArray[np.float32]:
         filled += len(part)
     if not filled:
         raise InvalidInput("Input validation error: the sound is too short: it has no sample at the model's rate")
-    if not np.abs(found[:filled]).max() <= _LOUDEST:  # nor where one is NaN
+    if not np.abs(found[:filled]).max() <= _LOUDEST:  # also true for NaN
         raise InvalidInput(
             f"Input validation error: the sound has samples that are not finite numbers, or beyond {_LOUDEST:,} times "
             "full scale"
@@ -260,7 +260,7 @@ def _blocks(data: bytes, header: Header) -> Iterator[NDArray[np.float32]]:
         while left:
             try:
                 block = file.read(min(step, left), dtype="float32", always_2d=True)
-            except Exception as error:  # of any kind: its text has an address
+            except Exception as error:  # of any type; its text has an address
                 raise _broken(header.format) from error
             if not len(block):
                 raise _broken(header.format)
@@ -298,9 +298,9 @@ def _format(data: bytes) -> str:
 def _opened(data: bytes, form: str) -> Any:
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
-    except Exception as error:  # of any kind: its text has an address
+    except Exception as error:  # of any type; its text has an address
         raise _broken(form) from error
-    if file.format not in (form, f"{form}EX"):  # WAVEX, of more channels
+    if file.format not in (form, f"{form}EX"):  # WAVEX has more channels
         file.close()
         raise _broken(form)
     return file
@@ -346,7 +346,7 @@ def _check_ogg(data: bytes) -> None:
         lengths = data[at + 27 : at + 27 + data[at + 26]]
         end = at + 27 + data[at + 26] + sum(lengths)
         if data[at + 14 : at + 18] != serial or end > len(data) or len(lengths) != data[at + 26]:
-            break  # several streams in one file are not read either
+            break  # further streams of the file are not read
         at, parts = end, parts + 1
         if is_last:
             if at == len(data):
@@ -371,7 +371,7 @@ def _check_mp3(data: bytes) -> None:
     if len(frame) < 64:
         return
     is_first, is_mono = frame[1] & 0x18 == 0x18, frame[3] >> 6 == 3  # of MPEG 1
-    at = 4 + (17 if is_mono else 32) if is_first else 4 + (9 if is_mono else 17)  # behind the side information
+    at = 4 + (17 if is_mono else 32) if is_first else 4 + (9 if is_mono else 17)  # after the side information
     if frame[at : at + 4] not in (b"Xing", b"Info"):
         return
     flags = int.from_bytes(frame[at + 4 : at + 8], "big")
@@ -438,7 +438,7 @@ def known_file(steps: SoundSteps) -> bytes:
 
 
 class SoundDecoder(FileDecoder):
-    """Decodes sounds: seconds of `MAX_SECONDS` at a time."""
+    """Decodes sounds, at most `MAX_SECONDS` of them at a time."""
 
     most = MAX_SECONDS
 

@@ -1,4 +1,4 @@
-"""Both halves of a model of texts and sounds: the library's modules, and the heads behind them."""
+"""Both halves of a model of texts and sounds: the library's modules, and their heads."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from teimgr.engine.sounds.files import SoundDecoder, Spectrograms, known_samples
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Layout
 
-_WINDOWS_AT_ONCE = 8  # of some 100 MB each within the model
-_SPECTROGRAMS = 4  # that a model with fusion reads of a long sound
-_KNOWN = (0.3, 1.0, 1.7)  # windows of the known sounds
+_WINDOWS_AT_ONCE = 8  # each takes some 100 MB within the model
+_SPECTROGRAMS = 4  # of a long sound, for a model with fusion
+_KNOWN = (0.3, 1.0, 1.7)  # lengths of the known sounds in windows
 
 
 class UnitLength(nn.Module):
-    """Rows of length 1, as the library's own vectors of both halves are."""
+    """Scales rows to length 1, like the library's own vectors of both halves."""
 
     def forward(self, vectors: Tensor) -> Tensor:
         return functional.normalize(vectors.float(), dim=-1)
 
 
 class TextHalf(ClapTextModel):  # type: ignore[no-untyped-call]
-    """The library's text half without its pooler: it is computed in float32 behind the pooling, as projections are."""
+    """The library's text half without its pooler, which is computed in float32 after the pooling, like projections."""
 
     def __init__(self, own: ClapTextModel) -> None:
         with torch.device("meta"):
@@ -44,7 +44,7 @@ class TextHalf(ClapTextModel):  # type: ignore[no-untyped-call]
 
 
 class SoundTower(nn.Module):
-    """The sound half: N sounds → float32 [N, width of a vector], the means of those of their windows, of length 1."""
+    """The sound half: N sounds → float32 [N, vector width], the means over their windows, of length 1."""
 
     def __init__(self, audio: Any, projection: nn.Module) -> None:
         super().__init__()

@@ -1,14 +1,13 @@
-"""Places where a text can be cut without a change of the tokens on one side, for the tokenizers that are known.
+"""Finds places where a text can be cut without changing the tokens on one side, for known tokenizers.
 
-A cut is certain where no token reaches over it, whatever surrounds it. Three rules find such places, the first that
-finds one counts:
+A cut is safe if no token spans it in any context. Three rules find such places; the first that finds one is used:
 
 1. A space between two letters or digits, in a tokenizer that never joins words over a space.
-2. BERT's words end at spaces, ASCII punctuation and Chinese characters, so a cut may be before each of them.
+2. Before a space, ASCII punctuation or a Chinese character, at which BERT's words end.
 3. Within a word of BPE or Unigram: no entry of the vocabulary spells characters on both sides of the cut. A merge over
    it would make one, and so would a piece of a segmentation (https://arxiv.org/abs/1804.10959).
 
-Rules 2 and 3 stay away from characters that a normalizer may join with those before them, and from added tokens.
+Rules 2 and 3 avoid characters that a normalizer may join with preceding ones, and added tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, pre_tokenizers
 
-# The word pattern of GPT-4's tokenizer and its successors (Qwen, Llama 3): a space may begin a word, never lie within.
+# The word pattern of GPT-4's tokenizer and its successors (Qwen, Llama 3): words have spaces only at their beginning.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _WORD_PATTERNS = [{"Regex": _WORDS % digits} for digits in ("", "{1,3}")]
-# CLIP's: all that it does not match is dropped, which is spaces. transformers' class names the two marks too.
+# CLIP's word pattern drops everything else, which is spaces. In transformers it includes the two special tokens.
 _CLIP_WORDS = r"%s's|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 _CLIP_PATTERNS = [{"Regex": _CLIP_WORDS % marks} for marks in ("", r"<\|startoftext\|>|<\|endoftext\|>|")]
 
@@ -33,29 +32,29 @@ _SPACE = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
 _ASCII_PUNCTUATION = r"!-/:-@\[-`{-~"
 _CHINESE = "\u4e00-\u9fff"
 _BERT_PLACE = r"[ \t\n\r%s](?=[ -~\t\n\r\u4e00-\u9fff])"
-# Characters that stay apart from their neighbours in every normal form, and that the word patterns treat alike.
+# Characters that no normal form joins with their neighbours, and that the word patterns treat alike.
 _LETTER = (
     "[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0391-\u03a1\u03a3-\u03c9\u0400-\u0481\u048a-\u0523"
     "\u3041-\u3096\u30a1-\u30fa\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\ufdf0-\ufdfb]"
 )
-# With what joins and colours emoji.
+# Includes joiners and modifiers of emoji.
 _SYMBOL = r"[!-&(-/:-@\[-_{-~\u200d\ufe0f\U0001f300-\U0001f64f\U0001f680-\U0001f6cf\U0001f900-\U0001f9ff]"
 _WITHIN_WORD = re.compile(f"(?<={_LETTER}){_LETTER}(?={_LETTER})|(?<={_SYMBOL}){_SYMBOL}(?={_SYMBOL})")
-# Normalizers that change characters one by one, or with the marks behind them.
+# Normalizers that change single characters, or characters with the marks after them.
 _LOCAL_NORMALIZERS = frozenset(
     {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Precompiled", "Prepend", "Strip", "Nmt"}
 )
 _BERT_NORMALIZERS = frozenset({"BertNormalizer", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents"})
 _WORD_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "WhitespaceSplit", "Split"})
-# Steps before the one that splits words: they leave spaces, and cut a word alike wherever it is.
+# Steps before the word splitter that keep spaces and cut a word in the same way everywhere.
 _LEAVE_SPACES = frozenset({"Digits", "Punctuation", "UnicodeScripts"})
 _DROP_SPACES = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
-_SEARCHED = 1024  # characters at a time, backwards
-_MAX_CANDIDATES = 24  # each takes up to milliseconds of look-ups
+_SEARCHED = 1024  # characters per step backwards
+_MAX_CANDIDATES = 24  # look-ups for each take up to milliseconds
 
 
 class Place(NamedTuple):
-    """A cut before character `at`; of the tokens after it up to `slack` may differ from those of the whole text."""
+    """A cut before character `at`; up to `slack` tokens after it may differ from those of the whole text."""
 
     at: int
     slack: int = 0
@@ -95,8 +94,8 @@ class Boundaries:
                 if is_certain(text, match.start()):
                     return Place(match.start())
         if self._pieces is None or not self._pieces.is_bpe:
-            return None  # equal sums of scores are rounded differently behind another beginning
-        # The tokenizer may put a space before what is left, so its first tokens count only from the next place on.
+            return None  # after another beginning, equal sums of scores are rounded differently
+        # The tokenizer may prepend a space to the rest, so its tokens are valid only from the next place on.
         earlier: int | None = None
         found = _WITHIN_WORD.finditer(text, begin, end)
         for _, at in zip(range(_MAX_CANDIDATES), (match.start() for match in found), strict=False):
@@ -129,7 +128,7 @@ class Boundaries:
     def _rules(self, *, left: bool = False) -> Iterator[tuple[re.Pattern[str], Callable[[str, int], bool]]]:
         """Return patterns of places, and whether one of them is certain; `left`: for the tokens after it too."""
         if self._at_spaces and (self._keeps_first_space or not left):
-            # An added token that takes the spaces behind it would not find this one, or find it alone.
+            # A cut would change the match of an added token that takes the spaces after it.
             yield _SPACE, self._is_not_added if self._takes_spaces else lambda text, at: True
         if self._word_places is not None:
             yield self._word_places, self._is_not_added
@@ -149,7 +148,7 @@ class Boundaries:
 
 
 class _Pieces:
-    """The vocabulary of BPE or Unigram, searched for entries that reach over a place."""
+    """The vocabulary of BPE or Unigram, searched for entries that span a place."""
 
     def __init__(self, tokenizer: Tokenizer, is_bpe: bool, by_bytes: bool, space: str) -> None:
         self.is_bpe = is_bpe
@@ -172,14 +171,14 @@ class _Pieces:
         if not all(part["type"] in _LOCAL_NORMALIZERS or _is_of_spaces(part) for part in normalizers):
             return None
         if model == "BPE" and any(getattr(tokenizer.model, name) for name in _WORD_ENDS):
-            return None  # pieces are spelled otherwise at the edges of words
+            return None  # pieces have other spellings at the edges of words
         space = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), " ")
         return cls(tokenizer, model == "BPE", "ByteLevel" in kinds, space)
 
     def are_apart(self, text: str, at: int) -> bool:
         """True if no entry of the vocabulary has characters on both sides of `at`."""
         if "'" in text[max(0, at - _CONTRACTION) : at]:
-            return False  # a word pattern may see "'re" there, or not
+            return False  # a cut may change whether the word pattern matches "'re"
         before, both = (self._spelled(text[max(0, at - self._longest) : end]) for end in (at, at + self._longest))
         if not before or not both.startswith(before) or len(before) == len(both):
             return False
@@ -201,7 +200,7 @@ class _Pieces:
 
 _CONTRACTION = 3
 _WORD_ENDS = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")
-# Bytes of a character, behind the longest of compatibility decompositions.
+# Bytes of a character after the longest compatibility decomposition.
 _TOKENS_PER_CHARACTER = 18 * 4
 
 
@@ -278,11 +277,11 @@ def _marks_spaces(splitter: dict[str, Any], content: str) -> bool:
     return bool(splitter["type"] == "Metaspace" and content == splitter["replacement"])
 
 
-# A class of ASCII punctuation alone, as SigLIP's, with no range, inner class, complement or intersection.
+# A class of ASCII punctuation only, like SigLIP's, without range, inner class, complement or intersection.
 _PUNCTUATION_CLASS = re.compile(r"\[(?!\^)(?:\\[!-/:-@\[-`{-~]|(?!&&)[!-,./:-@^_`{-~])+\]")
-PYTHON_SPACES = r"[\x1c-\x1f\s]+"  # what `str.split` splits at
+PYTHON_SPACES = r"[\x1c-\x1f\s]+"  # separators of `str.split`
 _SPACE_RUNS = [{"Regex": regex} for regex in (" {2,}", r"\s+", r"\s{2,}", " +", PYTHON_SPACES)]
-# A capital sigma that `str.lower` makes a final one of. A space decides as the end of the text does.
+# A capital sigma that `str.lower` turns into a final one, before a space or the end of the text.
 _CASED = r"[\p{Cased}&&[^\p{Case_Ignorable}]]"
 FINAL_SIGMA = rf"{_CASED}\p{{Case_Ignorable}}*+\KΣ(?!\p{{Case_Ignorable}}*+{_CASED})"
 
@@ -295,7 +294,7 @@ def _keeps_first_space(tokenizer: Tokenizer) -> bool:
     if (splitter := _splitter(tokenizer)) is None:
         return False
     kind = splitter["type"]
-    # "first" marks the word where the text as given begins: none behind a space that was stripped.
+    # "first" marks the first word of the given text, not one after a stripped space.
     always = splitter.get("add_prefix_space") or splitter.get("prepend_scheme") == "always"
     return kind in _DROP_SPACES or (kind in ("ByteLevel", "Metaspace") and bool(always))
 

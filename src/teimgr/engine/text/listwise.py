@@ -1,7 +1,7 @@
 """The prompts of a listwise reranker, and the scores of a list from the vectors at the marks of its prompts.
 
-A long list has several prompts, as its authors divide it. A document's vector comes from its prompt; the query's is
-the mean over all of them, each weighted by how well its best document fits.
+A long list is divided into several prompts, as by the model's authors. A document's vector comes from its prompt; the
+query's is the mean over all prompts, weighted by the score of their best document.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from teimgr.engine.text.truncation import Short, Shortener, Truncation, may_try,
 from teimgr.errors import InputTooLong, InvalidInput, ModelLoadFailed
 from teimgr.models.layout import Listwise
 
-# The words of jina-reranker-v3's own code: https://huggingface.co/jinaai/jina-reranker-v3, modeling.py.
+# From jina-reranker-v3's own code: https://huggingface.co/jinaai/jina-reranker-v3, modeling.py.
 _BEFORE = (
     "<|im_start|>system\nYou are a search relevance expert who can determine a ranking of the passages based on how "
     "relevant they are to the query. If the query is a question, how relevant a passage is depends on how well it "
@@ -36,7 +36,7 @@ _BEHIND = "\n</query><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class Shortened(NamedTuple):
-    """A text as it is put into the prompt, and its tokens."""
+    """A text in the form of the prompt, and its tokens."""
 
     text: str
     tokens: int

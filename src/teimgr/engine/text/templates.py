@@ -31,10 +31,10 @@ QUERY, DOCUMENT = "query", "document"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Query or document: `limit` is tokens, all included; `prefix` ids (int32) go behind the leading special tokens.
+    """Query or document: `limit` is the maximum of all tokens; `prefix` ids (int32) follow the leading special tokens.
 
-    Where `expansion_id` is set, an input is expanded with that id up to the limit (ColBERT's query augmentation), and
-    unless `attend` no token attends to the expansion tokens, which still have their own vectors.
+    If `expansion_id` is set, an input is filled with that id up to the limit (ColBERT's query augmentation). Unless
+    `attend`, no token attends to the expansion tokens, which still have their own vectors.
     """
 
     query: bool
@@ -80,7 +80,7 @@ _PLACES = re.compile(r"(\{query\}|\{document\})")
 
 class CausalTemplate:
     """A language model's template around pairs; only the body is truncated. `limit` includes the template's tokens.
-    Refusals count `beyond` more, the tokens of images beyond the one that the text has for each.
+    Refusals count `beyond` more tokens: those of images, without the one per image in the text.
 
     `tokenize` adds no special tokens, and its encodings have offsets.
     """
@@ -174,10 +174,10 @@ _MARKS = ("{query}", "{document}")
 
 
 class PiecedTemplate:
-    """A causal reranker's template of pieces that are tokenized one by one; `limit` includes the template's tokens.
+    """A causal reranker's template of separately tokenized pieces; `limit` includes the template's tokens.
 
-    A query may take three quarters of the room that the fixed pieces leave and its document the rest, as the models'
-    authors cut them.
+    As by the models' authors, a query may take three quarters of the room that the fixed pieces leave, and its document
+    the rest.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class PiecedTemplate:
         self._heads = [next(piece for piece in pieces if piece.endswith(mark)).removesuffix(mark) for mark in _MARKS]
         fixed = [piece for piece in pieces if not piece.endswith(_MARKS)]
         ids = {piece: encoding.ids for piece, encoding in zip(fixed, tokenize(fixed), strict=True)}
-        # Ids, or which half of the pair is there.
+        # Ids, or the half of the pair: 0 or 1.
         self._parts = [ids.get(piece, int(piece.endswith(_MARKS[1]))) for piece in pieces]
         self._room = max(limit - sum(len(ids[piece]) for piece in fixed), 0)
 
@@ -208,7 +208,7 @@ class PiecedTemplate:
             TokenizerFailed: the library refused one of them.
         """
         texts = [(self._heads[0] + pair.first, self._heads[1] + pair.second) for pair in pairs]
-        whole = list(dict.fromkeys(chain.from_iterable(texts)))  # a query comes with each of its documents
+        whole = list(dict.fromkeys(chain.from_iterable(texts)))  # each document repeats the query
         shorts = [next(self._cuts(text, left, truncate), None) for text in whole]
         encodings = self._tokenize(["" if short is None else str(short.text) for short in shorts])
         known = {text: (text, short, encoding) for text, short, encoding in zip(whole, shorts, encodings, strict=True)}

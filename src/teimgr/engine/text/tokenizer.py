@@ -40,17 +40,17 @@ from teimgr.models.layout import Backbone, Layout
 from teimgr.wire.json_scan import Steps, completed
 from teimgr.wire.text_column import TextColumn
 
-# No language has this many characters per token, so a longer text is cut (or refused) before it costs time.
+# More characters per token than in any language: a longer text is cut (or refused) before it costs time.
 _CHARS_PER_TOKEN = 250
-# Characters of texts that are split by words: in one of them, whose arrays hold the GIL for a millisecond, and at
-# least in all together, since for fewer the library is as fast.
+# Limits of texts that are split by words: the most characters of one, whose arrays hold the GIL for a millisecond, and
+# the fewest in total, below which the library is as fast.
 _MAX_MIXED, _MIN_MIXED = 16_384, 1_500
 _SPANS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """A token as /tokenize shows it; offsets are UTF-8 bytes of prompt + text, None for special tokens."""
+    """A token for /tokenize; offsets are UTF-8 bytes of prompt + text, None for special tokens."""
 
     id: int
     text: str
@@ -62,9 +62,9 @@ class TokenSpan:
 class TokenizeOptions(NamedTuple):
     """How to tokenize inputs.
 
-    Too long ones are truncated at their end, or at their beginning where `left`, or refused where not `truncate`.
-    `prompt` goes before a text, and before the first of a pair. `query` is the role on models with roles, `task`
-    as in `Encoded`.
+    Inputs that are too long are truncated at their end, or with `left` at their beginning, or refused without
+    `truncate`. `prompt` precedes a text, and the first text of a pair. `query` is the role on models with roles, `task`
+    is as in `Encoded`.
     """
 
     truncate: bool = True
@@ -82,8 +82,8 @@ _INSTRUCT = re.compile(r"(Instruct: ).*(\n ?Query: ?)", re.DOTALL)
 class Prompts:
     """The prompts of a model by name, and the default one: named at start, given as text at start, or the model's own.
 
-    On late-interaction models their names are the two roles, with or without a text; a model with routes has both
-    roles among them. `default_name` is None if the default is not a prompt, or was given as text.
+    On late-interaction models the names are the two roles, with or without a text; models with routes also have both.
+    `default_name` is None if the default is no named prompt.
     """
 
     def __init__(self, layout: Layout, default_name: str | None = None, default_text: str | None = None) -> None:
@@ -166,7 +166,7 @@ class TextTokenizer:
     with routes have their own tokenizer, of at most `most_of_query` tokens.
     """
 
-    pads_texts = False  # as of a model that was trained to read the padding of texts
+    pads_texts = False  # whether the model was trained to read the padding of texts
 
     def __init__(self, layout: Layout, max_length: int, most_of_query: int | None = None) -> None:
         self._queries = _query_tokenizer(layout, most_of_query or max_length)
@@ -179,13 +179,13 @@ class TextTokenizer:
         template = None if layout.scoring is None else layout.scoring.template
         in_template = layout.late is not None or template is not None or layout.listwise is not None
         self._wordpiece = None if in_template else wordpiece(tokenizer, self._add_specials)
-        # The mean of no rows is zero in sentence-transformers and model2vec; a dense layer may make something of it.
+        # Without tokens the mean is zero in sentence-transformers and model2vec; a dense layer may change that.
         self._gives_zero = layout.backbone is Backbone.STATIC and not layout.projections
         self._type_ids = layout.type_ids
         self._skipped_id = unknown_id(tokenizer) if layout.skips_unknown else None
         self._vocabulary = layout.vocabulary or self._library.vocabulary
-        # Added tokens that no weights belong to, or ids with gaps: on a GPU a single one of them would end the process.
-        # The tokenizer's size does not tell whether there are any, and its largest id takes 0.1 s to find.
+        # On a GPU, one id without weights (an added token, or a gap in the ids) would end the process. The tokenizer's
+        # size does not show them, and finding its largest id takes 0.1 s.
         self._check_result_ids = layout.vocabulary is not None
         self._pool_prompts = layout.include_prompt
         named = () if layout.include_prompt else named_tokens(layout.transformer_dir)
@@ -195,7 +195,7 @@ class TextTokenizer:
         self._roles = None if layout.late is None else late_interaction_roles(layout.late, max_length)
         whole = partial(self._library.encode, specials=False, offsets=True)
         self._causal: CausalTemplate | PiecedTemplate | ListPrompt | None = None
-        self.lists: ListPrompt | None = None  # of a listwise reranker
+        self.lists: ListPrompt | None = None  # set for a listwise reranker
         if layout.listwise is not None:
             self._causal = self.lists = ListPrompt(layout.listwise, self._library, self._boundaries, max_length)
         elif template is not None and template.pieces:
@@ -234,12 +234,12 @@ class TextTokenizer:
             return known
         bound = Truncation(self.max_length, left=False)
         _, encoding = self._deciding_cut(prompt, bound, self._shortener.first, self._add_specials)
-        # The template's last token, or the prompt's own; a prompt may have none.
+        # The last token is the template's or the prompt's; an empty prompt may have no token.
         last = encoding.ids[-1:]
         ends_special = encoding.special_tokens_mask[-1:] == [1] or not self._named_ids.isdisjoint(last)
         length = min(len(encoding), self.max_length) - ends_special
         if len(prompt) <= _MAX_KEPT_CHARACTERS:
-            if len(self._prompt_lens) >= _PROMPTS_KEPT:  # callers may send any text as a prompt
+            if len(self._prompt_lens) >= _PROMPTS_KEPT:  # callers may send any number of prompts
                 self._prompt_lens.clear()
             self._prompt_lens[prompt] = length
         return length
@@ -332,7 +332,7 @@ class TextTokenizer:
         """Where the parts of a text end that are tokenized one by one; raises InvalidInput as `tokenized`."""
         ends = list(self._boundaries.seams(text, short := MAX_CHARACTERS // 8))
         begin = ends[-1] if ends else 0
-        if len(text) - begin > short:  # which goes on without such places
+        if len(text) - begin > short:  # the rest has no such places
             ends += [begin + at for at in self._boundaries.seams(text[begin:], MAX_CHARACTERS)]
         if (rest := len(text) - (ends[-1] if ends else 0)) > MAX_CHARACTERS:
             raise InvalidInput(
@@ -398,7 +398,7 @@ class TextTokenizer:
             InvalidInput: the text has too many characters without a place to cut it.
             TokenizerFailed: the library refused it.
         """
-        if len(text) <= max_tokens and len(text.encode()) <= max_tokens:  # no token is shorter than a byte
+        if len(text) <= max_tokens and len(text.encode()) <= max_tokens:  # a token has at least one byte
             return text
         longest = min(self.max_length, max_tokens) * _CHARS_PER_TOKEN
         text = text[-longest:] if left else text[:longest]
@@ -408,7 +408,7 @@ class TextTokenizer:
         rows = np.flatnonzero(np.array(encoding.special_tokens_mask) == 0)
         if len(rows) <= max_tokens:
             return text
-        # All offsets at once hold the GIL for 37 ms, of the longest text.
+        # Single offsets: reading all of the longest text would hold the GIL for 37 ms.
         begin, end = encoding.token_to_chars(int(rows[-max_tokens if left else max_tokens - 1])) or (0, 0)
         return short.text[begin:] if left else short.text[:end]
 
@@ -495,7 +495,7 @@ class TextTokenizer:
                     for ids in self._causal.encode(pairs, options.truncate, options.left)
                 ]
             )
-        except TokenizerFailed as error:  # of the whole batch: retried one by one, so that only bad items fail
+        except TokenizerFailed as error:  # retried singly, so that only bad items fail
             if len(items) == 1:
                 return TokenizedTexts.of([error])
             return TokenizedTexts.of([self._encode([item], options, truncation)[0] for item in items])
@@ -516,9 +516,9 @@ class TextTokenizer:
             return None
         try:
             prompt_tokens = self.prompt_len(prompt)
-        except TokenizerFailed:  # the library fails each input by it
+        except TokenizerFailed:  # the library then fails each input
             return None
-        longest = self.max_length * _CHARS_PER_TOKEN  # longer ones the library need not tokenize whole
+        longest = self.max_length * _CHARS_PER_TOKEN  # the library truncates longer ones first
         if len(inputs) == 1 and isinstance(inputs, list):
             return self._one_by_wordpiece(native, inputs[0], options, truncation, longest, prompt_tokens)
         given = inputs
@@ -533,7 +533,7 @@ class TextTokenizer:
             if isinstance(item := given[row], str) and not item.isascii() and len(item) <= most
         }
         if sum(map(len, mixed.values())) >= _MIN_MIXED:
-            with suppress(TokenizerFailed, UnicodeEncodeError):  # then each is tokenized whole, and those at fault fail
+            with suppress(TokenizerFailed, UnicodeEncodeError):  # then each is tokenized alone
                 found = native.encode_mixed(TextColumn.of([*mixed.values()]), truncation)
                 tokenized.replace([*mixed], self._of_native(*found, options, prompt_tokens))
         return tokenized

@@ -1,8 +1,8 @@
-"""tokenizer_config.json beside tokenizer.json, which counts: tokens that only the former declares are added, as
-transformers adds them; what both say differently is a warning of the model (`contradictions`).
+"""Compares tokenizer_config.json with tokenizer.json, which is decisive: tokens that only the former declares are
+added, as by transformers; contradictions are a warning of the model (`contradictions`).
 
-The declared tokens are in `added_tokens_decoder`, by their roles and in lists; older repositories have
-added_tokens.json and special_tokens_map.json. A text is cut at such a token, so its vector is another without it.
+Declared tokens are in `added_tokens_decoder`, by role and in lists; older repositories have added_tokens.json and
+special_tokens_map.json. A text is split at such a token, so without it the vector would differ.
 """
 
 from __future__ import annotations
@@ -95,17 +95,17 @@ def _token(row: Any, **more: bool) -> AddedToken:
     return AddedToken(content, **({flag: bool(row[flag]) for flag in _FLAGS if flag in row} | more))
 
 
-# Tokenizer classes of which `do_lower_case`, `strip_accents` and `tokenize_chinese_chars` are settings. transformers
-# makes their normalizer of these alone, and where the file has none of the first or the last, that is true.
+# Tokenizer classes with the settings `do_lower_case`, `strip_accents` and `tokenize_chinese_chars`. transformers makes
+# their normalizer only from these; the first and the last default to true.
 _CASED = ("Bert", "DistilBert", "Electra", "MobileBert", "ConvBert", "Funnel", "MPNet", "SqueezeBert", "LayoutLM")
-# By tokenizer class, the model that transformers makes of a tokenizer.json's vocabulary. Left out are classes of which
-# well-known models declare another, as of LlamaTokenizer with Unigram.
+# The model that transformers makes of a tokenizer.json's vocabulary, by tokenizer class. Excludes classes whose
+# well-known models have another one, such as LlamaTokenizer with Unigram.
 _MODELS = {
     **dict.fromkeys(_CASED, "WordPiece"),
     **dict.fromkeys(("Roberta", "Longformer", "GPT2", "Bart", "Qwen2", "Deberta", "GPTNeoX"), "BPE"),
     **dict.fromkeys(("XLMRoberta", "T5", "Albert", "DebertaV2", "MBart"), "Unigram"),
 }
-# Model types of which transformers takes tokenizer.json as it is, whatever the class, or chooses the class itself.
+# Model types for which transformers ignores the class: it uses tokenizer.json unchanged, or chooses the class itself.
 _CLASS_IS_IGNORED = ("modernbert", "modernbert-decoder", "mistral", "phi3", "qwen2")
 
 _FRAME = (("cls_token", "[CLS]"), ("sep_token", "[SEP]"))
@@ -206,6 +206,6 @@ def _compared(
         token = config.get(role)
         text = token.get("content") if isinstance(token, dict) else token
         id = tokenizer.token_to_id(text) if isinstance(text, str) else None
-        # Switched off, many have another token there by their template: only what is missing contradicts.
+        # Only a missing token contradicts: with the setting off, many templates have another token there.
         if id is not None and config.get(key) is True:
             yield key, True, framed[at] == id

@@ -37,8 +37,7 @@ PROBES = (
     "Καλημέρα κόσμε, привет мир, 東京は日本の首都です。 مرحبا नमस्ते 🙂",
     "don't I'll e\u0301te\u0301 x_y=z; #include <a.h>",
 )
-"""Texts on which two tokenizers are compared: several scripts, and characters that Unicode's compatibility forms
-change."""
+"""Texts for comparing two tokenizers: several scripts, and characters that Unicode's compatibility forms change."""
 
 
 def convert(layout: Layout) -> Tokenizer:
@@ -64,7 +63,7 @@ def convert(layout: Layout) -> Tokenizer:
             f"the tokenizer is a SentencePiece model alone ({pieces.name}): install teimgr with the extra "
             "`sentencepiece`, or add a tokenizer.json"
         )
-    trust = layout.trust_remote_code  # never None: transformers would prompt on the terminal
+    trust = layout.trust_remote_code  # not None, by which transformers would prompt on the terminal
     slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
     if pieces is not None and type(slow).__name__ == _SIGLIP:
         return _siglip(slow, pieces)
@@ -167,9 +166,9 @@ def _proto(pieces: Any) -> Any:
 
 
 _SIGLIP = "SiglipTokenizer"
-_UNIGRAM = 1  # of SentencePiece's kinds
+_UNIGRAM = 1  # SentencePiece's number
 _SIGLIP_PROBES = (*PROBES, *map(str.upper, PROBES), "ΟΔΥΣΣΕΥΣ' ΣΑΣ.", "▁a ▁ b", "!", " \x1c-\x85", "\r\n+x", "İstanbul")
-# Characters of a text that are normalized at a time, with the GIL, and more, for marks at an edge.
+# Characters normalized per step, with the GIL, and the overlap for marks at an edge.
 _CHECKED, _OVERLAP = 1024, 32
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -250,10 +249,10 @@ def check_of_texts(layout: Layout, tokenizer: Tokenizer) -> Callable[[str], None
     return check
 
 
-# Some 0.4 ms of the library's time: where cores are busy its threads begin milliseconds later.
+# Some 0.4 ms of the library's time, too little for its threads, which start milliseconds later on busy cores.
 _FEW_TEXTS = 16
 _FEW_CHARACTERS = 2_000
-# Ids in one call of the library that holds the GIL.
+# Ids per call of the library, which holds the GIL.
 _FEW_IDS = 1_000
 _MAX_MESSAGE_CHARS = 1_000
 
@@ -282,7 +281,7 @@ class TokenizerLibrary:
                 for part in (text,) if isinstance(text, str) else text:
                     self._check(part)
         with library_errors():
-            if _is_little(texts):  # without the thread pool, and with the GIL
+            if _is_little(texts):  # without the thread pool; holds the GIL
                 pairs = ((text, None) if isinstance(text, str) else text for text in texts)
                 return [self._tokenizer.encode(first, second, add_special_tokens=specials) for first, second in pairs]
             encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
@@ -373,11 +372,11 @@ def _loaded(layout: Layout) -> Tokenizer:
     return tokenizer
 
 
-# Texts of one piece again and again, and what follows it, on which a pattern may try every way to cut the text.
+# Repeated pieces and the text after them, on which a pattern may backtrack over every split of the text.
 _REPEATED = (*"aA0 \n'_-.\u00e9\u6771", "ab", "a ", "aA", "a0", "0.", "a'", "\n ")
 _FOLLOWING = ("", "!", "\n", "\0", "a", "0", " ")
 _TIMES = 64
-_TRIED_OF_PATTERN = 32  # its first characters
+_TRIED_OF_PATTERN = 32  # first characters of a pattern
 
 
 def check_patterns(tokenizer: Tokenizer) -> None:
@@ -408,7 +407,7 @@ def _is_quick(pattern: str) -> bool:
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     try:
         for piece in (*_REPEATED, *own):
-            # The pattern itself has what the library looks for in a text before it begins.
+            # The pattern's own text includes what the library searches for before it matches.
             for end in (*_FOLLOWING, f"\0{pattern}", f" {pattern}"):
                 split.pre_tokenize_str(piece * _TIMES + end)
     except BaseException as error:

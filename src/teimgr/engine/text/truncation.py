@@ -1,4 +1,4 @@
-"""Truncation of texts and pairs to a number of tokens, at no more cost than the tokens that are kept."""
+"""Truncates texts and pairs to a number of tokens, at a cost proportional to the kept tokens."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from teimgr.errors import InputTooLong
 # A text, or a pair for the model's pair template.
 Text = str | tuple[str, str]
 
-# Characters per token of the first attempt: languages have some four, and code or numbers fewer.
+# Characters per token of the first attempt; languages have some four, code and numbers fewer.
 FIRST_PER_TOKEN = 16
 _MIN_FIRST = 4096
-# A text that must not be truncated is counted in full up to this many characters; of a longer one, a part with too many
-# tokens is enough.
+# A text that must not be truncated is tokenized in full up to this many characters; of longer texts, a part with too
+# many tokens is enough to refuse them.
 COUNTED_CHARACTERS = 2**16
-# Of one call of the library: half a second at most, without the GIL, and some 10 ms to read its tokens.
+# Limit of one call of the library: at most half a second without the GIL, and some 10 ms to read its tokens.
 MAX_CHARACTERS = 2**18
-# Of texts with few tokens, like half a million newlines.
+# Limit of texts with few tokens, like half a million newlines.
 MAX_SCANNED_CHARACTERS = 2**19
-# Tokens behind the beginning of what a cut has left that may not be those of the whole text.
+# Tokens at the beginning of a cut text that may differ from those of the whole text.
 _MAX_SLACK = 4096
 
 
@@ -52,7 +52,7 @@ class Truncation(NamedTuple):
         room = self.room(half_of)
         if first + second <= room:
             return first, second
-        if min(first, second) * 2 <= room:  # the shorter one stays whole
+        if min(first, second) * 2 <= room:  # the shorter half is kept whole
             return (first, room - first) if first <= second else (room - second, second)
         less = room // 2
         return (less, room - less) if first <= second else (room - less, less)
@@ -72,9 +72,9 @@ def longest_part(text: Text) -> int:
 
 
 class Short(NamedTuple):
-    """A text, or what a cut has left of it.
+    """A text, or its rest after a cut.
 
-    `exact`: its tokens are those of the whole text up to (or from) the cut, but for `slack` of them at the most.
+    If `exact`, its tokens equal those of the whole text up to (or from) the cut, except at most `slack` of them.
     """
 
     text: Text
@@ -85,10 +85,10 @@ class Short(NamedTuple):
 class Shortener:
     """Cuts long texts before tokenization, only where that cannot change the result.
 
-    A cut is exact if no token of the whole text reaches over it (`Boundaries`). Truncation to `tokens` then keeps the
-    same tokens if what is left has more than that. The first cut leaves `first` characters, 16 for each token, which is
-    enough for nearly all texts; each of the next ones four times as many. The last size bounds the work for one text. A
-    cut that is not exact decides nothing and is left out, so a text that can be cut nowhere is refused at once.
+    A cut is exact if no token of the whole text spans it (`Boundaries`). Truncation to `tokens` then keeps the same
+    tokens if the rest has more. The first cut leaves `first` characters, 16 per token, enough for nearly all texts;
+    each further cut leaves four times as many. The last size bounds the work for one text. Cuts that are not exact are
+    skipped, so a text without a place to cut is refused at once.
     """
 
     def __init__(self, boundaries: Boundaries, tokens: int) -> None:
@@ -146,8 +146,8 @@ class Shortener:
         room, kept = truncation.room(half_of), truncation.counts(half_of)
         if sum(kept) < room:
             return False
-        # The shorter half is untouched and the longer one fills the rest, or both have half: the text beyond a cut
-        # could only make a half longer that is long enough.
+        # Either the shorter half is whole and the longer one fills the rest, or both have half of the room: the text
+        # after a cut could only lengthen a half that is long enough.
         shorter = kept.index(min(kept))
         if kept[shorter] < room // 2:
             return short.text[shorter] is text[shorter]

@@ -1,8 +1,8 @@
-"""WordPiece tokenization by the C library of `native/`, for tokenizers of BERT's kind.
+"""WordPiece tokenization by the C library of `native/`, for tokenizers like BERT's.
 
-The ids are those of the tokenizers library at a tenth of its time. Of a text with some words that are not ASCII, the
-library tokenizes these words alone: none of BERT's rules reaches over white space. It tokenizes whole what else is not
-covered: pairs, texts with added tokens like "[MASK]" in them, and every other kind of tokenizer.
+The ids are those of the tokenizers library in a tenth of its time. Words that are not ASCII are tokenized by the
+tokenizers library, since no rule of BERT's spans white space. That library also tokenizes everything else: pairs, texts
+with added tokens like "[MASK]", and other kinds of tokenizers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _DROPPED, _SPACE, _ISOLATED, _LETTER = range(4)  # of wordpiece.c
 _LONGEST_WORD = 256
 _MIN_SLOTS_PER_PIECE = 2
 _LAST_ASCII = 127
-_MAX_BEYOND = 0.25  # of a text's bytes, in words that are not ASCII
-_TOGETHER_CHARS = 1_000  # of words, in one call of the library
+_MAX_BEYOND = 0.25  # part of a text's bytes in words that are not ASCII
+_TOGETHER_CHARS = 1_000  # of words per call of the tokenizers library
 _Offsets = ctypes.c_int64 * 2
 
 
@@ -69,7 +69,7 @@ class _Vocabulary(ctypes.Structure):
 
 
 class WordPiece:
-    """The native form of one tokenizer, with its special tokens around a text or without. Safe from any thread."""
+    """The native form of one tokenizer, with or without special tokens around a text. Safe from any thread."""
 
     def __init__(self, library: NativeLibrary, tokenizer: Tokenizer, spec: dict[str, Any], specials: bool) -> None:
         model = spec["model"]
@@ -92,7 +92,7 @@ class WordPiece:
         added = [token["content"] for token in spec["added_tokens"] if token["content"].isascii()]
         begins_added = np.zeros(128, np.uint8)
         begins_added[[ord(content[0]) for content in added]] = 1
-        # The structure has their addresses alone.
+        # Kept alive: the structure has only their addresses.
         self._arrays = (leading, trailing, ids, pieces, table, kinds, mapped, begins_added)
         strings = "\0".join([*vocabulary, ""]).encode()
         added_strings = "".join(f"{content}\0" for content in added).encode()
@@ -120,7 +120,6 @@ class WordPiece:
             unknown=vocabulary[model["unk_token"]],
         )
         self._at = ctypes.addressof(self._vocabulary)
-        # Without special tokens.
         self._plain = _Vocabulary.from_buffer_copy(self._vocabulary)
         self._plain.leading_count = self._plain.trailing_count = 0
         if library.wordpiece_fill(ctypes.byref(self._vocabulary)):
@@ -147,7 +146,7 @@ class WordPiece:
         total = self._encode(vocabulary, *column, len(texts), longest, *bounds, address(ids), room, address(ends))
         if total < 0:
             raise ValueError("native library: the borders of the texts are outside of their bytes")
-        return ids[:total].copy(), ends  # a copy: some four bytes of five are free
+        return ids[:total].copy(), ends  # a copy, since some four fifths of the array are unused
 
     def encode_mixed(
         self, texts: TextColumn, truncation: Truncation | None
@@ -162,14 +161,14 @@ class WordPiece:
         if not self._splits:
             return np.zeros(0, np.int32), np.zeros(len(texts), np.int64)
         begins, stops = self._words_beyond_ascii(data, borders)
-        # Rows of a column: what is between these words, whose own rows have no ids.
+        # Rows of a column: the texts between these words; the rows of the words have no ids.
         cuts = np.unique(np.concatenate([borders, begins, stops]))
         bounds = (0, False)
         ids, ends = self._encoded(ctypes.addressof(self._plain), 0, TextColumn(data, cuts), bounds, sys.maxsize)
         words = [data[begin:stop].tobytes().decode() for begin, stop in zip(begins, stops, strict=True)]
         word_ids, counts = self._by_library(words)
         of_words = np.searchsorted(cuts, begins)
-        at = ends[of_words]  # such a row ends where the one before does
+        at = ends[of_words]  # an empty row ends where the previous one ends
         whole = np.insert(ids, np.repeat(at, counts), word_ids)
         row_ends = ends + np.cumsum(np.bincount(of_words, counts, len(ends)).astype(np.int64))
         refused = self._refused(data, cuts, ends, of_words, words)
@@ -183,7 +182,7 @@ class WordPiece:
         here = data[borders[0] : borders[-1]]
         places = np.flatnonzero(here > _LAST_ASCII) + borders[0]
         spaces = np.flatnonzero(self._is_space[here]) + borders[0]
-        # A word begins behind a space or at a border, and stops before a space or at one.
+        # A word begins after a space or at a border, and ends before a space or at a border.
         begin_at, stop_at = (np.sort(np.concatenate([borders, each]), kind="stable") for each in (spaces + 1, spaces))
         begins = begin_at[np.searchsorted(begin_at, places, side="right") - 1]
         stops = stop_at[np.searchsorted(stop_at, places, side="right")]
@@ -285,7 +284,7 @@ def _supported(tokenizer: Tokenizer, spec: dict[str, Any], specials: bool) -> bo
         return False
     if not model["continuing_subword_prefix"] or "\0" in "".join(model["vocab"]):
         return False
-    # One letter is one token, and none of the template's tokens has another type.
+    # One letter must be one token, and all of the template's tokens must have the same type.
     letter = tokenizer.encode("a", add_special_tokens=specials)
     return letter.special_tokens_mask.count(0) == 1 and not any(letter.type_ids)
 

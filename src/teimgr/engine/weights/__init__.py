@@ -1,1 +1,1 @@
-"""Weights on their way into a model: adapters, GGUF, ONNX and files of a model's own, copies on the host."""
+"""Weights to load into a model: adapters, GGUF, ONNX, models' own formats, copies on the host."""

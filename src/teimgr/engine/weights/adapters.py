@@ -1,7 +1,6 @@
-"""LoRA adapters: PEFT's are merged into the weights of their base model, at load, in float32.
+"""LoRA adapters: merges PEFT's into the weights of their base model, at load, in float32.
 
-With weights by task (jina-embeddings-v3 and v5) one set of weights serves every task, and each text uses the weights of
-its request's task.
+Adapters by task (jina-embeddings-v3 and v5) are not merged: each text uses the weights of its request's task.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from teimgr.engine.weights.own import own_names
 from teimgr.errors import ModelLoadFailed
 from teimgr.models.layout import Adapter, Layout
 
-# `base_model.model.` + the layer + one of these, with the adapter's name unless PEFT left it out.
+# `base_model.model.` + the layer + one of these, with the adapter's name if PEFT wrote it.
 _PART = re.compile(
     r"(?:base_model\.model\.)?(?P<layer>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|"
     r"lora_magnitude_vector)(?:\.(?!weight$|bias$)\w+)?(?:\.(?P<kind>weight|bias))?$"
@@ -55,7 +54,7 @@ def merge_adapter(module: nn.Module, adapter: Adapter, prefix: str) -> None:
             kind = found["kind"] or "weight"
             layers.setdefault(found["layer"], _Layer()).parts[f"{found['part']}.{kind}"] = tensor.float()
         elif (found := _SAVED_WHOLE.match(name)) is not None:
-            # A trained bias of a layer that has an adapter is that of its `base_layer`.
+            # The trained bias of a layer with an adapter is that of its `base_layer`.
             whole[f"{found['name'].removesuffix('.base_layer')}.{found['kind']}"] = tensor.float()
         else:
             raise ModelLoadFailed(f"{adapter.weights.name} has {name}, which is not a weight of a LoRA adapter")
@@ -114,7 +113,7 @@ def _merge(module: nn.Module, layer: str, parts: dict[str, Tensor], adapter: Ada
     )
     scale = _scale(adapter, layer, a.shape[0])
     change = scale * (b @ a)
-    # As in PEFT, the type of the layer counts and not the adapter's `fan_in_fan_out`: GPT-2's layers are [in, out].
+    # As in PEFT, the layer's type decides, not the adapter's `fan_in_fan_out`: GPT-2's layers are [in, out].
     transposed = any(type(one).__name__ == "Conv1D" and one.weight is weight for one in module.modules())
     if transposed or is_table:
         change = change.T
@@ -144,7 +143,7 @@ def _replace(parameter: nn.Parameter, tensor: Tensor, name: str) -> None:
     parameter.data = tensor
 
 
-# Layers of the trained model that an embedding does not use; `target_modules = "all-linear"` includes them.
+# Layers of the trained model that embeddings do not use; `target_modules = "all-linear"` includes them.
 _UNUSED = re.compile(r"(?:\w+\.)?(?:pooler|lm_head)\.")
 
 
@@ -172,7 +171,7 @@ _TASK_PART = re.compile(r"(?P<layer>.+)\.parametrizations\.weight\.0\.lora_(?P<h
 
 
 class Task:
-    """The task of the texts that a model computes now; `number` 0 means no task, others count from 1."""
+    """The current task of a model; `number` 0 means no task, others count from 1."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -188,7 +187,7 @@ class Task:
 
 
 class _ByTask(nn.Module):
-    """A layer with weights by task besides its own: A and B, [tasks, …] each, and the scale s of their product."""
+    """A layer with additional weights by task: A and B, [tasks, …] each, and the scale s of their product."""
 
     def __init__(self, layer: nn.Module, a: Tensor, b: Tensor, scale: float, task: Task) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""Weights of a model that is published only for ONNX, by the library's names, from the graph that torch exported.
+"""Reads the weights of a model that is published only for ONNX, with the library's names, from torch's exported graph.
 
 Initialisers have the names of the model's parameters, except the matrices of linear layers: these are transposed and
-nameless, and the name of the MatMul that has one is the layer's path. Graphs that are quantised, or that an optimiser
-rewrote, have neither and are refused.
+nameless, and the name of their MatMul is the layer's path. Quantised or optimised graphs lack both and are refused.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from teimgr.errors import ModelLoadFailed
 from teimgr.models.source import stays_below
 
 _FLOATS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}  # of TensorProto.DataType
-_EXTERNAL = 1  # TensorProto.DataLocation
+_EXTERNAL = 1  # of TensorProto.DataLocation
 _LINEAR = ("MatMul", "Gemm")
-# Of standard exports: everything else is from a quantiser or an optimiser.
+# Prefixes of operators that only a quantiser or an optimiser writes.
 _REWRITTEN = (
     *("Quantize", "Dequantize", "MatMulInteger", "QLinear", "MatMulNBits", "Attention", "SkipLayerNormalization"),
     *("EmbedLayerNormalization", "FusedMatMul", "BiasGelu", "FastGelu", "QAttention", "SimplifiedLayerNormalization"),
@@ -47,7 +46,7 @@ def onnx_weights(file: Path) -> dict[str, Tensor]:
         ModelLoadFailed: the file is not a standard export.
     """
     try:
-        with file.open("rb") as opened:  # the map ends with the last view of it
+        with file.open("rb") as opened:  # the map is freed with its last view
             return _weights(memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)), file)
     except (ValueError, IndexError, UnicodeDecodeError, OverflowError, RuntimeError) as error:
         raise ModelLoadFailed(f"{file.name} cannot be read: {error}") from error
@@ -81,7 +80,7 @@ def _named(tensors: dict[str, Tensor], nodes: list[_Node], file: Path) -> dict[s
     left = {name for name, tensor in tensors.items() if not _is_named(name) and tensor.dim() > 1}
     for node in nodes:
         if node.op == "Identity" and node.inputs[0] in tensors and _is_named(node.outputs[0]):
-            found[node.outputs[0]] = tensors[node.inputs[0]]  # equal tensors are there once
+            found[node.outputs[0]] = tensors[node.inputs[0]]  # the graph stores equal tensors once
         if node.op not in _LINEAR or len(node.inputs) < 2 or node.inputs[1] not in tensors or "/" not in node.name:
             continue
         matrix, path = tensors[node.inputs[1]], node.name.rpartition("/")[0].strip("/").replace("/", ".")

@@ -1,9 +1,8 @@
-"""Weights as the library is to be given them, if a model's files name or store them otherwise, and on their way there.
+"""Weights with other names or types in a model's files than in the library, and weights on the host.
 
-In a GGUF file (llama.cpp) of a Qwen3 model, whose head `models/gguf_head.py` reads, each weight becomes the float32
-value that its type in the file stands for, as transformers' reader computes it; the package gguf reads blocks of types
-other than Q8_0. `HostWeights` keeps the weights of a model on the host and gives them to a device in one dtype after
-another.
+Weights of a GGUF file (llama.cpp) of a Qwen3 model, whose head `models/gguf_head.py` reads, are converted to float32
+with the same values as by transformers' reader; the package gguf reads blocks of types other than Q8_0. `HostWeights`
+keeps the loaded weights on the host, and copies them to a device in one dtype after another.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from teimgr.models.layout import Layout
 from teimgr.models.own_code import DPR, ONNX
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BLOCK_BYTES = 34  # of Q8_0: a scale in float16, and 32 bytes
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are whole wherever they stand in a text
+_BLOCK_BYTES = 34  # of Q8_0: a float16 scale and 32 bytes
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are never split
 
 
 def gguf_weights(file: Path) -> dict[str, Tensor]:
@@ -74,7 +73,7 @@ def gguf_tokenizer(file: Path) -> Tokenizer:
     vocabulary = {token: id for id, token in enumerate(tokens)}
     if not len(vocabulary) == len(tokens) == len(kinds):
         raise ModelLoadFailed(f"{file.name} has a token twice, or {len(kinds):,} types of {len(tokens):,} tokens")
-    pairs = [tuple(merge.split(" ")) for merge in merges]  # the library refuses others than pairs
+    pairs = [tuple(merge.split(" ")) for merge in merges]  # the library refuses anything but pairs
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     qwens: Any = Qwen2Tokenizer
     steps = qwens().backend_tokenizer
@@ -118,7 +117,7 @@ def unwrapped(weights: Weights, missing: Sequence[str]) -> Weights | None:
     return None
 
 
-# Names in Jina's flash implementation, and in the library's XLM-RoBERTa and JinaEmbeddingsV3.
+# Names in Jina's flash implementation to those in the library's XLM-RoBERTa and JinaEmbeddingsV3.
 _XLM_ROBERTA = {
     "emb_ln": "embeddings.LayerNorm",
     "encoder.layers": "encoder.layer",
@@ -177,10 +176,10 @@ _CONVERSIONS: dict[str, Callable[[Weights, Layout], Weights]] = {JINA_XLM_ROBERT
 
 
 class HostWeights:
-    """The float32 parameters of a module on the host: memory-mapped files, or what their types were widened to.
+    """The float32 parameters of a module on the host, memory-mapped or widened from 16 bits.
 
     They are kept until a dtype is chosen, so that another one needs neither the files again nor float32 copies on the
-    device: each parameter is converted here and then copied, half as many bytes over the bus.
+    device. Each parameter is converted here and then copied, which halves the bytes over the bus.
     """
 
     def __init__(self, module: nn.Module, heads: Sequence[nn.Module] = (), apart: nn.Module | None = None) -> None:
@@ -201,9 +200,9 @@ class HostWeights:
         Raises:
             RuntimeError: torch's own, if one cannot be allocated.
         """
-        placed: dict[int, nn.Parameter] = {}  # a parameter may have two owners
+        placed: dict[int, nn.Parameter] = {}  # by source: a parameter may have two owners
         for owner, name, source in self._parameters:
-            owner._parameters[name] = None  # what an earlier call put there goes first
+            owner._parameters[name] = None  # frees the copy of an earlier call first
             if id(source) not in placed:
                 copy = source.detach().to(dtype).to(device)
                 placed[id(source)] = nn.Parameter(copy, requires_grad=False)
