@@ -731,7 +731,7 @@ class WorkerEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class RouteEntry:
-    """Route of one instance. `endpoints` is empty unless `state` is running. An `on_demand` one is loaded by its calls.
+    """Route of one instance. `endpoints` is empty unless `state` is running. An `on_demand` one is loaded by calls.
 
     `serves` has the kind and the outputs of its model, empty until they are known; `default_for` the kinds of calls
     that it gets if they name no instance; `space_settings` those of its settings that decide the space of its vectors.
@@ -755,7 +755,7 @@ class RouteEntry:
 
     @property
     def returns(self) -> bool:
-        """True if its worker is being started again: its model was loaded before."""
+        """True while a worker restarts whose model was loaded before."""
         return not self.on_demand and self.state is State.STARTING and (self.dimension > 0 or len(self.serves) > 1)
 
     @property

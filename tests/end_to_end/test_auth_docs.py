@@ -69,7 +69,7 @@ def test_a_daemon_with_a_bad_certificate_says_so_in_a_sentence(tmp_path: Path) -
     teimgr = daemon(next(code for language, code in blocks_of("api-keys.md") if language == "toml"), tmp_path)
     teimgr.settings["auth"]["api_keys"] = [{"name": "a", "key": "k" * 20, "rights": ["read"]}]
     try:
-        with pytest.raises(AssertionError, match=r"server\.key: this is no PEM of a certificate or key"):
+        with pytest.raises(AssertionError, match=r"server\.key: not a PEM file of a certificate or key"):
             teimgr.start()
         assert teimgr.process is not None
         assert teimgr.process.wait() == 1

@@ -81,7 +81,7 @@ def test_replicas_come_and_go_without_a_failed_call(daemon: WarmDaemonProcess) -
     assert calls[0] > 20
     reasons = [each["reason"] for each in get(daemon, "/events") if each["event"] == "scaled"]
     assert reasons[0] == "1 → 3: min_replicas is 3"
-    assert "would have carried the load of 4 s" in reasons[-1]
+    assert "would have been enough for the last 4 s" in reasons[-1]
     assert 'teimgr_scaling_replicas{instance="e5.small"} 1' in get(daemon, "/metrics")
 
 

@@ -95,7 +95,7 @@ def test_a_step_of_load_brings_two_replicas_more_and_its_end_takes_them_away(slo
         assert callers.failures == []
         assert callers.calls > 3 * CALLERS
         told = reasons(daemon)
-    ups, downs = [each for each in told if "would wait" in each], [each for each in told if "have carried" in each]
+    ups, downs = [each for each in told if "would wait" in each], [each for each in told if "have been enough" in each]
     assert [each.split(":")[0] for each in ups] == ["1 → 2", "2 → 3"], told
     assert downs[-1].split(":")[0].endswith("→ 1"), told
     assert len(ups) + len(downs) == len(told), told

@@ -94,7 +94,7 @@ async def test_the_daemon_feeds_a_mux_of_another_host(nodes: FleetNodes, tmp_pat
     [
         ("one", "aa", "two", "spiffe://teimgr/node/one may not control a mux"),
         ("", "bb", "two", "it expects another process"),
-        ("", "aa", "three", "the certificate is that of spiffe://teimgr/node/two, not of node 'three'"),
+        ("", "aa", "three", "the certificate is for spiffe://teimgr/node/two, not for node 'three'"),
     ],
 )
 async def test_another_node_another_process_and_another_host_are_refused(

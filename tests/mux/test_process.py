@@ -616,7 +616,7 @@ async def alarmed(control: Control, expected: bool) -> None:
 def test_a_mux_does_not_begin_with_files_that_cannot_be_used(tmp_path: Path, start_mux: Any) -> None:
     for name in ("a.pem", "a.key"):
         (tmp_path / name).write_text("nothing")
-    with pytest.raises(RuntimeError, match=r"mux cannot serve: .*no PEM") as caught:
+    with pytest.raises(RuntimeError, match=r"mux cannot serve: .*not a PEM file") as caught:
         start_mux(tls=TlsFiles(tmp_path / "a.pem", tmp_path / "a.key"))
     assert "Traceback" not in caught.value.args[0]
 

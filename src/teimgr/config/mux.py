@@ -32,7 +32,7 @@ class MuxConfig:
     socket: str = ""  # Unix socket of gRPC, an absolute path; empty: none
     socket_mode: int = 0o600  # its permissions
     on_demand_models: tuple[str, ...] = ()  # patterns of model ids that calls may have loaded
-    worker_wait_s: float = 0.0  # of a call whose worker is being started again
+    worker_wait_s: float = 0.0  # how long a call waits for a worker that restarts
     log_level: str = "info"
     log_format: str = "json"
     otel: Exporting | None = None

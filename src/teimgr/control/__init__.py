@@ -1,1 +1,1 @@
-"""The control plane: instances, the models on disk, placement, and the processes of both."""
+"""The control plane: instances, models on disk, placement, and worker and mux processes."""

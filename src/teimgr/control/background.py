@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class CommandTurns:
-    """Commands of a manager: `carry_out` owns each as a task, `of` has them take turns by name."""
+    """Commands of a manager: `carry_out` runs each as a task of its own, `of` serializes them by name."""
 
     def __init__(self) -> None:
         self._is_over = False
@@ -66,7 +66,7 @@ class CommandTurns:
     def _on_ended(self, task: asyncio.Task[Any]) -> None:
         self._commands.discard(task)
         if not task.cancelled():
-            task.exception()  # retrieved: the caller may have left
+            task.exception()  # marks it as retrieved; the caller may have left
 
 
 @asynccontextmanager
@@ -93,13 +93,13 @@ async def regularly(work: Callable[[], Awaitable[object]], interval_s: float, fa
 
 log = logging.getLogger(__name__)
 
-_WRITE_AFTER_S = 1.0  # many changes come together
+_WRITE_AFTER_S = 1.0  # combines changes
 
 
 class DelayedJson:
-    """Figures that can be measured again, so disk errors are only logged. Without a path nothing is read or written.
+    """Values that can be measured again, so disk errors are only logged. Without a path nothing is read or written.
 
-    `name` is for logs; `content`, called on a thread, gives the object to write.
+    `name` is for logs. `content`, called on a thread, returns the object to write.
     """
 
     def __init__(self, path: Path | None, name: str, content: Callable[[], dict[str, Any]]) -> None:
@@ -107,7 +107,7 @@ class DelayedJson:
         self._name = name
         self._content = content
         self._writing: asyncio.Task[None] | None = None
-        self._is_changed = False  # since the last write began
+        self._is_changed = False  # since the current write began
         self._is_ending = asyncio.Event()
 
     def read(self, take: Callable[[Any], None]) -> None:
@@ -119,7 +119,7 @@ class DelayedJson:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("%s cannot be read and will be measured again: %s", self._name, error)
+            log.warning("cannot read %s; measuring again: %s", self._name, error)
 
     def write_soon(self) -> None:
         """The content has changed; call it on the event loop."""
@@ -134,7 +134,7 @@ class DelayedJson:
             await self._writing
 
     async def _write(self, path: Path) -> None:
-        while self._is_changed:  # a change may come while the one before is written
+        while self._is_changed:  # changes may come during a write
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_WRITE_AFTER_S):
                     await self._is_ending.wait()
@@ -145,7 +145,7 @@ class DelayedJson:
         try:
             write_atomically(path, orjson.dumps({"version": 1, **self._content()}), mode=0o600)
         except OSError as error:
-            log.warning("%s cannot be written: %s", self._name, error)
+            log.warning("cannot write %s: %s", self._name, error)
 
 
 def kept_path(state_file: Path) -> Path:
@@ -154,7 +154,7 @@ def kept_path(state_file: Path) -> Path:
 
 
 class KeptFile:
-    """Sections by name; used by the event loop, written on a thread. Without a path nothing is kept."""
+    """Sections by name, used by the event loop and written by a thread. Without a path nothing is kept."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._sections: dict[str, Any] = {}

@@ -1,11 +1,11 @@
-"""Accepts connections on a listening socket: a few in each turn of the event loop, counted by a gate, with TLS or not.
+"""Accepts connections, with or without TLS: a few per turn of the event loop, counted by a gate.
 
-The event loop's own server would accept all waiting connections in one turn, which thousands opened at once make long,
-and would not count those in their TLS handshake. Its TLS context could not be replaced either.
+The event loop's own server would accept all waiting connections in one turn, would not count those in their TLS
+handshake, and could not replace its TLS context.
 
-The kernel gives connections in the order in which they came. An accept is cheap and what follows is not, so when many
-wait they are accepted well ahead, and started by their clients in rotation: a new client does not wait for thousands of
-another. When few wait, no more are accepted than are started, since other workers may accept on the same socket.
+An accept is cheap compared with the start of a connection. If many wait, they are accepted ahead and started
+alternately by client, so that a new client does not wait for thousands of another. If few wait, connections are
+accepted only as they are started, since other workers may accept on the same socket.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from teimgr.http.turns import Rotation
 
 log = logging.getLogger(__name__)
 
-# In one turn of the event loop. An accept takes some 10 µs, the start of a connection ten times that; a handshake
-# begins with a signature, which takes a millisecond with RSA.
+# Per turn of the event loop. An accept takes about 10 µs, the start of a connection 100 µs, the RSA signature of a
+# handshake 1 ms.
 _STARTS_PER_TURN = 4
 _HANDSHAKES_PER_TURN = 4
-# While the backlog is longer than this, accept ahead: at most the next number per turn, and the one after in total.
+# With a longer backlog, accept ahead: `_AHEAD_PER_TURN` per turn, `_MAX_AHEAD` in total.
 _LONG_BACKLOG = 16
 _AHEAD_PER_TURN = 64
 _MAX_AHEAD = 4096
-# `tcpi_unacked` in Linux's `struct tcp_info`: of a listening socket, its backlog now.
+# `tcpi_unacked` in Linux's `struct tcp_info`: for a listening socket, its current backlog.
 _TCP_INFO_UNACKED = struct.Struct("24xI")
-# While more clients than this wait for their handshake to begin, no further connection is started.
+# Limit of connections that wait for their handshake to begin.
 _MAX_WAITING = 64
 _PAUSE_S = 0.5
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 MakeProtocol = Callable[[Ticket], asyncio.BaseProtocol]
-"""Makes the protocol of a connection, which takes over the ticket (`hand_to`) in its `connection_made`."""
+"""Makes the protocol of a connection; its `connection_made` takes the ticket (`hand_to`)."""
 Context = Callable[[], ssl.SSLContext | None]
 """The TLS context for the next connection; None for no TLS. May raise OSError or TeimgrError."""
 Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
@@ -51,10 +51,10 @@ Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
 
 
 class Acceptor:
-    """Accepts the connections of `sock`, which listens already, from `start` to `close`.
+    """Accepts connections of the listening socket `sock` from `start` to `close`, which leaves it open.
 
-    `context` has the TLS context of the next connection, and `on_failure` gets the client's address and why its
-    connection was refused or its handshake failed. The socket stays open after `close`.
+    `context` returns the TLS context of the next connection. `on_failure` gets the client's address and the reason of a
+    refused connection or failed handshake.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 break
             except OSError as error:
-                if error.errno in _EXHAUSTED:  # else of a connection that is gone
-                    log.warning("connections are not accepted for %g s: %s", _PAUSE_S, error)
+                if error.errno in _EXHAUSTED:  # others: the connection has gone
+                    log.warning("cannot accept connections, pausing for %g s: %s", _PAUSE_S, error)
                     self._pause = self._loop.call_later(_PAUSE_S, self._resume)
                 break
             client = str(address[0]) if sock.family != socket.AF_UNIX else ""
@@ -167,7 +167,7 @@ class Acceptor:
         self._taking = None
         for number in range(min(_STARTS_PER_TURN, len(self._accepted))):
             if len(self._waiting) > _MAX_WAITING:
-                return  # until handshakes have begun
+                return
             self.take(*self._accepted.pop(newest=bool(number % 2)))
         self._take_later()
 
@@ -206,7 +206,7 @@ class Acceptor:
         if self._on_failure is not None:
             self._on_failure(client, error)
         else:
-            log.debug("a connection of %s failed: %s", client, error)
+            log.debug("connection of %s failed: %s", client, error)
 
 
 class _Arrival:
@@ -272,7 +272,7 @@ class _Arrival:
             self._give_up(tls)
             raise
         finally:
-            tls = None  # whose handshake has the error, whose traceback has this frame: a reference cycle
+            tls = None  # breaks a reference cycle with the handshake's error
             acceptor.arrivals.discard(self)
 
     def _give_up(self, tls: TlsTransport | None) -> None:
@@ -306,7 +306,7 @@ class _Arrival:
 
 
 class GatedStream(asyncio.StreamReaderProtocol):
-    """The streams of one connection, given to `connected` in the phase HEAD. `limit` is that of a line."""
+    """The streams of one connection, passed to `connected` in the phase HEAD. `limit` is the maximum line length."""
 
     def __init__(self, ticket: Ticket, connected: Connected, limit: int = 2**16) -> None:
         super().__init__(asyncio.StreamReader(limit), connected)

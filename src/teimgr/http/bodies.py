@@ -1,7 +1,6 @@
-"""Bodies of HTTP requests and replies within limits, hosts, foreign web pages, and the turns in which requests begin.
+"""Limits of HTTP bodies and replies, checks of hosts and web origins, and the turns in which requests begin.
 
-Unread bytes of replies, over HTTP/1 and HTTP/2, count against the limits of the connection, of its address and of the
-port.
+Unread reply bytes, over HTTP/1 and HTTP/2, count against the limits of the connection, its address and the port.
 """
 
 from __future__ import annotations
@@ -24,25 +23,23 @@ from teimgr.http.connection_gate import LIMITS, Phase, network_of, sender_of
 from teimgr.http.direct import PART_BYTES, DirectRequest
 from teimgr.http.turns import TURNS_OF, Turns
 
-# How long a body waits for its budget, how long one without a length waits for more of it (others may wait for what it
-# holds), and how long its client may take to send it.
+# Waits of a body for its budget: at its start, and for more if it has no length. The second is shorter, since others
+# may wait for the bytes it holds.
 _BUDGET_WAIT_S = 30.0
 _GROWTH_WAIT_S = 5.0
-# Once this much of a body has come, the rest of its announced length is reserved.
+# After this many bytes of a body, the rest of its announced length is reserved.
 _UNRESERVED_BYTES = 64 * 1024
 _LENGTH_DIGITS = 19
-# Bodies that began together expire together: answers to thousands of them in one turn would hold the loop.
-_EXPIRED = Turns(8)
+_EXPIRED = Turns(8)  # bodies that began together also expire together
 BODY_TIMEOUT_S = LIMITS[Phase.BODY].seconds
 _MAX_DISCARDED_BYTES = LIMITS[Phase.DISCARD].bytes or 0
 
-# A request with one of these headers twice is refused: parts of a server, or a proxy before it, could read different
-# ones.
+# Requests that repeat one of these are refused, since a proxy could read a different value.
 SINGLE_HEADERS = frozenset((b"host", b"content-length", b"authorization", b"x-api-key"))
 _HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)(?:%[\w.~-]+)?\]|[\w.~%!$&'()*+,;=-]*)(?::([0-9]{0,5}))?")
 
 PATH_PREFIX = "teimgr.path_prefix"
-"""Key of a scope: the path prefix that a proxy has stripped; empty or absent without one."""
+"""Key of a scope: the path prefix stripped by a proxy; empty or absent without one."""
 
 
 _SHOWN_ENCODING_CHARS = 256
@@ -77,7 +74,7 @@ def media_type(content_type: str) -> str:
 
 def is_json(content_type: str) -> bool:
     """True if a Content-Type header names JSON, or a form of it such as application/problem+json."""
-    if content_type == "application/json":  # the usual form
+    if content_type == "application/json":  # fast path
         return True
     kind = media_type(content_type)
     return kind == "application/json" or re.fullmatch(r"application/[^/+]+\+json", kind) is not None
@@ -141,7 +138,7 @@ def path_prefix_of(scope: Mapping[str, Any]) -> str:
 
 
 class SlowClient(Exception):
-    """The body was not received in time."""
+    """The client did not send the body in time."""
 
 
 async def charge_body(charge: Charge, size: int) -> None:
@@ -233,23 +230,23 @@ UNREAD = "teimgr.unread_replies"
 """The key of a scope with the `UnreadReplies` of its connection."""
 
 UNREAD_BYTES = 64 * 2**20
-# The share of one address in the limit of the port, and of one connection in that of its address.
+# One address may have half of the port's limit, one connection half of its address's.
 _SHARE = 2
-# Smaller replies, such as those of health, are never refused: all streams of a process together hold 32 MiB of them.
+# Smaller replies, such as those of health checks, are never refused; all streams of a process hold at most 32 MiB.
 _SMALL_BYTES = 4096
 _WAIT_S = 10.0
 _READS = ("GET", "HEAD", "OPTIONS")
 
 Refuse = Callable[[Scope, Overloaded], ASGIApp]
-"""Makes the answer to a request that is refused."""
+"""Makes the reply to a refused request."""
 
 
 class UnreadOfPort(ByteBudget):
-    """The replies of one port that clients have not read."""
+    """The unread replies of one port."""
 
     def __init__(self) -> None:
         super().__init__(UNREAD_BYTES)
-        self._of_address: WeakValueDictionary[str, ByteBudget] = WeakValueDictionary()  # connections hold theirs
+        self._of_address: WeakValueDictionary[str, ByteBudget] = WeakValueDictionary()  # kept alive by connections
 
     def of_connection(self, client: str) -> UnreadReplies:
         """Return the share of a new connection of the client at this address, empty for a Unix socket."""
@@ -277,14 +274,14 @@ async def room_for_reply(scope: Scope) -> None:
 
 
 class _Refused(BaseException):
-    """Ends the application of a request that was refused when its reply began; no error handler answers it."""
+    """Ends the application of a request refused at the start of its reply; no error handler catches it."""
 
 
 class BoundedReplies:
-    """Middleware that charges replies to the scope's `UnreadReplies`, and holds back those that exceed the limit.
+    """Middleware that charges replies to the scope's `UnreadReplies` and delays those that exceed the limit.
 
-    Before a request begins, it waits until its connection has room, and is refused if that takes too long. A read is
-    also refused if its reply would exceed the limits. The reply to a request that changed something is never refused.
+    A request waits until its connection has room and is refused if that takes too long. A read is also refused if its
+    reply would exceed the limits. Replies to writes are never refused.
     """
 
     def __init__(self, app: ASGIApp, refuse: Refuse) -> None:
@@ -306,7 +303,7 @@ class BoundedReplies:
                 size = min(length or 0, PART_BYTES)
                 is_small = length is not None and length <= _SMALL_BYTES
                 if scope["method"] in _READS and not is_small and not unread.fits(size):
-                    refused = Overloaded("Too many bytes of replies are not read; read them and try again later")
+                    refused = Overloaded("Too many unread reply bytes; read them and try again later")
                     raise _Refused
                 charge.add(size)
             part.add(max(0, len(message.get("body", b"")) - charge.bytes))
@@ -318,7 +315,7 @@ class BoundedReplies:
         try:
             await room_for_reply(scope)
             await self._app(scope, receive, charged)
-        except Overloaded as error:  # of `room_for_reply`: the application answers its own
+        except Overloaded as error:  # from `room_for_reply`; the application handles its own errors
             refused = error
         except _Refused:
             pass
@@ -335,16 +332,14 @@ def _length(message: Message) -> int | None:
 
 
 _REQUESTS_PER_TURN = 2
-# Requests of a caller that wait: each holds some kilobytes.
-_MAX_WAITING = 512
+_MAX_WAITING = 512  # requests of a caller, a few kilobytes each
 
 
 class RequestTurns:
-    """Middleware that makes a request wait if `_REQUESTS_PER_TURN` have begun in this turn of the loop.
+    """Middleware that starts at most `_REQUESTS_PER_TURN` requests per turn of the loop, callers alternating.
 
-    Waiting requests begin in later turns, by callers in rotation; so do requests whose body has arrived completely.
-    `whose` names the caller; without it, the caller is the network of the client's address. If too many requests of one
-    caller wait, `refuse` answers further ones.
+    The same applies to requests whose body has arrived. `whose` returns the caller, by default the network of the
+    client's address. If too many requests of one caller wait, `refuse` answers further ones.
     """
 
     def __init__(self, app: ASGIApp, refuse: Refuse, whose: Callable[[Scope], Hashable] | None = None) -> None:

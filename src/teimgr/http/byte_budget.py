@@ -1,4 +1,4 @@
-"""Budgets that calls share on one event loop: of bytes in memory, FIFO semaphores, and of places."""
+"""Budgets shared by calls on one event loop: bytes in memory (FIFO semaphores) and places."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import suppress
 
 from teimgr.errors import Overloaded
 
-# A body that comes slower than this loses what is reserved for it to those that wait; how often that is checked.
+# A body slower than this loses its reservation to waiting calls, checked every `_RECLAIM_S`.
 _BYTES_PER_S = 2**20
 _RECLAIM_S = 0.1
 
 
 class ByteBudget:
-    """FIFO semaphore over bytes: at most `limit_bytes` taken at a time, except that a single taker always fits.
+    """FIFO semaphore over bytes: at most `limit_bytes` are taken, but a single taker always fits.
 
-    FIFO order keeps a large waiter from starving. Taken bytes count against `parent` too, if there is one.
+    FIFO order prevents starvation of large takers. Taken bytes also count against `parent`.
     """
 
     def __init__(self, limit_bytes: int, parent: ByteBudget | None = None) -> None:
@@ -94,7 +94,7 @@ class ByteBudget:
             if granted.done() and not granted.cancelled():
                 self._give_back_own(count)
             else:
-                with suppress(ValueError):  # `_serve` has dropped it
+                with suppress(ValueError):  # already removed by `_serve`
                     self._waiting.remove(waiter)
                 self._serve()
             raise
@@ -117,7 +117,7 @@ class ByteBudget:
     def _serve(self) -> None:
         while self._waiting:
             granted, count, exceeds = self._waiting[0]
-            if not granted.cancelled():  # else its task has not run since
+            if not granted.cancelled():
                 if not self._fits(count, exceeds):
                     return
                 self.taken_bytes += count
@@ -130,12 +130,12 @@ class ByteBudget:
 
 
 class Shares:
-    """The shares of a budget, one per sharer, each with a limit: a sharer that fills its own leaves room for others."""
+    """Shares of a budget, one per sharer, each with a limit, so that one sharer leaves room for others."""
 
     def __init__(self, of_all: ByteBudget, share: int) -> None:
         self._of_all = of_all
         self._limit_bytes = of_all.limit_bytes // share
-        self._parts: dict[Hashable, tuple[ByteBudget, int]] = {}  # and the charges that use each
+        self._parts: dict[Hashable, tuple[ByteBudget, int]] = {}  # with the number of charges
 
     def charge(self, sharer: Hashable) -> Charge:
         """Make a charge to the part of `sharer`, which its release gives back."""
@@ -182,10 +182,10 @@ class Places:
 
 
 class UnreadReplies(ByteBudget):
-    """The bytes of replies that the client of one connection has not read, a part of those of all connections.
+    """Unread reply bytes of one connection, part of a limit for all connections.
 
-    Replies are in memory already, so they are charged whether or not they fit. If they do not, no more calls of the
-    connection begin until its client has read: clients that read their replies never wait for clients that do not.
+    Replies are already in memory, so they are charged even beyond the limit. Then the connection's next calls wait
+    until its client has read, so clients that read never wait for clients that do not.
     """
 
     def __init__(self, of_all: ByteBudget, share: int) -> None:
@@ -208,12 +208,12 @@ class UnreadReplies(ByteBudget):
             async with asyncio.timeout(wait_s):
                 await self._take_own(count)
         except TimeoutError:
-            raise Overloaded("Too many bytes of replies on this connection are not read; try again later") from None
+            raise Overloaded("Too many unread reply bytes on this connection; read them and try again") from None
         self._give_back_own(count)
 
 
 class Charge:
-    """The bytes that one call has taken from a budget, given back together."""
+    """The bytes that one call has taken from a budget, released together."""
 
     __slots__ = ("_arrived", "_budget", "_since", "bytes", "reserved_bytes")
 

@@ -1,8 +1,8 @@
-"""Limits of client connections: counts them from accept to close, by phase, with a time limit for each phase.
+"""Limits of client connections, counted from accept to close by phase, with a time limit for each phase.
 
-A port has one `ConnectionGate`. Each connection has a `Ticket`, which it takes from phase to phase. When a phase lasts
-too long, the gate notifies the connection; when the port is full, it closes the connection that is worth least. So the
-limits of all ports are in one place, `LIMITS`, for HTTP/1, HTTP/2 and TLS alike, and cost no timer per connection.
+A port has one `ConnectionGate`, and each connection a `Ticket` with its phase. The gate notifies a connection whose
+phase lasts too long, and closes the least valuable one if the port is full. `LIMITS` applies to all ports and to
+HTTP/1, HTTP/2 and TLS, without a timer per connection.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from teimgr.observability.memory import max_connections
 
 
 class Phase(IntEnum):
-    """The activity of a connection. Every accepted connection is in exactly one phase until it is closed."""
+    """The phase of an accepted connection."""
 
     SILENT = 0
     """On a port with TLS: accepted, no byte received."""
     HANDSHAKE = 1
     """The TLS handshake, from its first byte."""
     HEAD = 2
-    """A request is awaited for the first time, or its head (HTTP/2: a frame) or its trailers have begun."""
+    """Waiting for the first request, or receiving a head (HTTP/2: a frame) or trailers."""
     BODY = 3
-    """The body of a request is being received."""
+    """Receiving the body of a request."""
     ANSWER = 4
-    """A request was received and is being answered."""
+    """Answering a received request."""
     DISCARD = 5
-    """A request was answered before it was received: the rest is read and discarded."""
+    """A request was answered before its end; the rest is discarded."""
     IDLE = 6
-    """All requests were answered, the next one has not begun."""
+    """All requests are answered."""
     CLOSING = 7
-    """The connection is closed once the client has read what was sent."""
+    """Closes after the client has read everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class PhaseLimit:
     """Limits of a phase.
 
     Attributes:
-        seconds: Time limit. In BODY it is the longest silence of the client (the readers of bodies limit the whole); in
-            ANSWER it is how often the connection is checked.
-        bytes: Most bytes received in the phase; None if other budgets limit them.
-        connections: Most connections of the port in this phase; a further one displaces the oldest.
-        per_address: Most of them of one client address (IPv6: one /64 network); a further one displaces the oldest.
+        seconds: Time limit. In BODY it is the longest silence of the client (readers limit the whole body); in ANSWER
+            it is the interval of checks.
+        bytes: Maximum bytes received in the phase; None if other budgets limit them.
+        connections: Maximum connections of the port in this phase; a further one displaces the oldest.
+        per_address: The same per client address (IPv6: per /64 network).
     """
 
     seconds: float
@@ -64,46 +64,44 @@ class PhaseLimit:
 
 LIMITS: Mapping[Phase, PhaseLimit] = MappingProxyType(
     {
-        # SILENT and HANDSHAKE together: 10 s. A connection in its handshake takes up to 150 KiB, a silent one 2 KiB.
+        # A connection in its handshake takes up to 150 KiB, a silent one 2 KiB.
         Phase.SILENT: PhaseLimit(5.0, connections=4096, per_address=2048),
         Phase.HANDSHAKE: PhaseLimit(5.0, connections=256, per_address=128),
         Phase.HEAD: PhaseLimit(20.0, bytes=64 * 2**10),
         Phase.BODY: PhaseLimit(120.0),
         Phase.ANSWER: PhaseLimit(30.0),
         Phase.DISCARD: PhaseLimit(30.0, bytes=64 * 2**20),
-        # Longer than clients keep theirs (aiohttp 15 s, Java 30 s, AWS's load balancer 60 s, Go 90 s): a server that
-        # closes first may do so while the client sends a request, and few clients repeat a POST.
+        # Longer than the keep-alive of clients (aiohttp 15 s, Java 30 s, AWS's load balancer 60 s, Go 90 s), since the
+        # server could close while a client sends a request, and few clients retry a POST.
         Phase.IDLE: PhaseLimit(120.0),
         Phase.CLOSING: PhaseLimit(30.0),
     }
 )
-# Most bytes that the connections of a port have received and not passed on: incomplete heads, requests that wait behind
-# another one. Beyond it the connection that has held some for longest is closed.
+# Limit of unprocessed bytes (incomplete heads, pipelined requests) of a port's connections. Above it, the one that has
+# held bytes for the longest time is closed.
 HELD_BYTES = 64 * 2**20
-# Connections that the kernel completes before a port accepts them; Linux allows `net.core.somaxconn` (4,096). A client
-# beyond it tries again after 1 s, 3 s, 7 s, even one that only asks for the health.
+# Backlog of the kernel, limited by `net.core.somaxconn` (4,096). Clients beyond it, health checks included, retry after
+# 1 s, 3 s, 7 s.
 BACKLOG = 4096
-# A client that reads less than this in this time, while its connection's write buffer is full, is cut off.
+# A client that reads less than this in this time while its write buffer is full is disconnected.
 STALL_S = 30.0
 MIN_READ_BYTES = 16 * 1024
-# Of a client whose connection is closed behind an answer: it has read the answer, or will not.
-_MAX_SILENCE_S = 2.0
-# The phases of connections that make room on a full port, in this order.
+_MAX_SILENCE_S = 2.0  # of a client whose connection is closed after a reply
+# Phases whose connections are closed if the port is full, in this order.
 _DISPLACED = (Phase.CLOSING, Phase.DISCARD, Phase.SILENT, Phase.HANDSHAKE, Phase.HEAD, Phase.IDLE)
-# Expired connections that are closed in one turn of the event loop, and the pause before the next ones.
+# Expired connections closed in one turn of the event loop, and the pause before the next ones.
 _CLOSED_PER_TURN = 64
 _TURN_PAUSE_S = 0.001
-# Connections whose first bytes are looked at in one turn of the loop: a protocol is made, and a request may begin.
+# Connections whose first bytes are processed in one turn of the loop, which may begin a request.
 _BEGINNINGS_PER_TURN = 4
-# Connections, and streams with them, that end in one turn of the loop: the socket's close and what a protocol frees
-# take 0.1 ms together, and so does the end of a task.
+# Connections or streams that end in one turn of the loop; each takes about 0.1 ms.
 _ENDS_PER_TURN = 8
 
 
 class StallGuard:
     """Aborts a connection whose client does not read: `paused` and `resumed` follow the transport's write buffer.
 
-    While the buffer is full, nothing more is written to it, so that it shrinks as fast as the client reads.
+    Nothing is written to a full buffer, so it shrinks as fast as the client reads.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -129,7 +127,7 @@ class StallGuard:
 
 
 class Holder(Protocol):
-    """The owner of a connection, as its gate sees it."""
+    """The owner of a connection."""
 
     def on_expired(self, phase: Phase) -> None:
         """The time limit of the phase is over: close the connection, or enter or renew a phase. After the close the
@@ -141,11 +139,10 @@ class Holder(Protocol):
 
 
 class ClosedConnection(asyncio.Protocol):
-    """A connection that its server has closed after an answer, while the client still sends the request.
+    """A connection closed after a reply while the client still sends its request.
 
-    The kernel resets a connection that is closed with unread bytes, and the client may lose the answer. So the socket
-    is kept until the client closes or sends nothing for a while. What arrives is dropped, within the limits of the
-    phase DISCARD.
+    The kernel resets a connection closed with unread bytes, and the client may lose the reply. So the socket is kept
+    until the client closes or is silent for a while; its data is dropped, within the limits of DISCARD.
     """
 
     def __init__(self, ticket: Ticket) -> None:
@@ -169,7 +166,7 @@ class ClosedConnection(asyncio.Protocol):
     async def _begin(self, taken: socket.socket) -> None:
         try:
             taken.setblocking(False)
-            with suppress(OSError):  # the client has closed
+            with suppress(OSError):  # closed by the client
                 taken.shutdown(socket.SHUT_WR)
             await asyncio.get_running_loop().create_connection(lambda: self, sock=taken)
         except BaseException:
@@ -222,7 +219,7 @@ class Ticket:
     def __init__(self, gate: ConnectionGate, client: str) -> None:
         self._gate = gate
         self._holder: Holder | None = None
-        self._had_turn = False  # to close
+        self._had_turn = False
         self.client = client
         self.network = network_of(client)
         self.phase: Phase | None = None
@@ -263,7 +260,7 @@ class Ticket:
 
     def leave(self) -> None:
         """Give the place back. Called once the connection is closed; further calls do nothing."""
-        self._holder = None  # which has the ticket: a reference cycle
+        self._holder = None  # breaks a reference cycle
         if self.phase is not None:
             self._gate.hold(self, 0)
             self._gate.lines[self.phase].remove(self)
@@ -300,7 +297,7 @@ class Ticket:
             return
         if self._holder is not None:
             self._holder.on_expired(phase)
-        if self.phase is phase and self.deadline == deadline:  # its close waits for the client
+        if self.phase is phase and self.deadline == deadline:  # its close is waiting for the client
             self.enter(Phase.CLOSING)
 
     def displace(self) -> None:
@@ -315,7 +312,9 @@ class _Line:
     """The tickets of one phase, in the order of their deadlines."""
 
     def __init__(self, phase: Phase, limit: PhaseLimit) -> None:
-        self.tickets: OrderedDict[Ticket, None] = OrderedDict()  # a dict finds its first key slowly after deletions
+        self.tickets: OrderedDict[Ticket, None] = (
+            OrderedDict()
+        )  # a plain dict finds its first key slowly after deletions
         self._phase = phase
         self._limit = limit
         self._by_address: dict[str, OrderedDict[Ticket, None]] = {}
@@ -328,7 +327,7 @@ class _Line:
         if limit.per_address is not None:
             same = self._by_address.setdefault(ticket.network, OrderedDict())
             if len(same) >= limit.per_address:
-                next(iter(same)).displace()  # which keeps `same` in the dict, as others are in it
+                next(iter(same)).displace()  # `same` is not empty afterwards and stays in the dict
             same[ticket] = None
         ticket.phase = self._phase
         ticket.deadline = loop.time() + limit.seconds
@@ -356,7 +355,7 @@ class _Line:
 
 
 class SharedLimit:
-    """The most connections of several ports together; each port has its own gate."""
+    """A limit of connections for several ports; each port has its own gate."""
 
     def __init__(self, connections: int) -> None:
         self.connections = connections
@@ -377,15 +376,15 @@ class ConnectionGate:
     """Counts the connections of a port; `admit` gives each a ticket.
 
     Args:
-        limit: The most connections; by default half of the files that the process may open.
-        limits: Other limits than `LIMITS` for some phases.
-        shared: A limit that this port has together with others.
+        limit: Maximum connections; default: half of the limit of open files.
+        limits: Replace `LIMITS` for some phases.
+        shared: A limit shared with other ports.
 
     Attributes:
-        count: The connections that are open now.
-        held_bytes: What they hold (`Ticket.hold`).
-        beginnings: Begins to serve connections whose first bytes have come.
-        closings: Closes connections whose clients have closed, and ends those that are closed, with their streams.
+        count: Open connections.
+        held_bytes: Their unprocessed bytes (`Ticket.hold`).
+        beginnings: Turns for starting connections after their first bytes.
+        closings: Turns for ending connections and their streams.
     """
 
     def __init__(

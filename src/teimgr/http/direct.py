@@ -1,7 +1,6 @@
-"""Requests of inference, answered by the protocol of their connection without ASGI.
+"""Inference requests, answered by the connection's protocol without ASGI, whose layers were half of their cost.
 
-A server that has a `Direct` asks it about the head of each request; what it declines is served by the ASGI application.
-Half of a small request's cost was the way through ASGI's layers.
+A server passes the head of each request to its `Direct`; declined requests go to the ASGI application.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from teimgr.http.byte_budget import ByteBudget, Charge
 
 log = logging.getLogger(__name__)
 
-# Of a response, written at once; the rest in parts of this size, each when the client has read most of those before.
+# The first part of a response is written at once, further ones as the client reads.
 PART_BYTES = 256 * 1024
 _CLOSE = (b"connection", b"close")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Incoming(Protocol):
-    """The body of a request as it comes. A task that waits for it is cancelled if the client disconnects."""
+    """The body of a request while it arrives. A task that waits for it is cancelled if the client disconnects."""
 
     @property
     def whole_bytes(self) -> int | None:
@@ -38,7 +37,7 @@ class Incoming(Protocol):
 
 
 class DirectRequest(NamedTuple):
-    """A request; `headers` has lower-case names and the first of several values.
+    """A request; `headers` have lower-case names and the first of several values.
 
     `scope` is the ASGI scope, without the fields that are parsed from the target.
     """
@@ -49,7 +48,7 @@ class DirectRequest(NamedTuple):
 
 
 class DirectReply(NamedTuple):
-    """A response; its length is added to the headers. `budget` is what a long body is charged to."""
+    """A response; its length is added to the headers. A long body is charged to `budget`."""
 
     status: int
     headers: Mapping[str, str]
@@ -69,22 +68,21 @@ Answer = Callable[[DirectRequest], Coroutine[Any, Any, DirectReply]]
 """Answers a request; cancelled if the client disconnects."""
 
 Direct = Callable[[bytes, bytes], Answer | None]
-"""Finds the answer function for a method and a target; None if ASGI is to serve them."""
+"""Returns the answer function for a method and a target, or None for ASGI."""
 
 FAILED = DirectReply(500, {"content-type": "text/plain; charset=utf-8"}, b"Internal Server Error")
 
 
 async def answered_directly(request: Any) -> NoReturn:
     """The endpoint of a route that `Direct` answers; the application has it so that other methods are refused there."""
-    raise RuntimeError("a request of inference came to the application")
+    raise RuntimeError("an inference request reached the ASGI application")
 
 
 class DirectExchange:
-    """Answers one request over HTTP/1; in uvicorn's protocol it takes the place of an ASGI cycle.
+    """Answers one request over HTTP/1, in place of uvicorn's ASGI cycle.
 
-    It is the request's `Incoming` too: uvicorn adds received bytes to `body`, and clears `more_body` at the end. A
-    response of several parts is charged to `unread`, even beyond its limit, until the client has read all but the last
-    part.
+    It is also the request's `Incoming`: uvicorn appends received bytes to `body` and clears `more_body` at the end. A
+    response of several parts is charged to `unread`, even beyond its limit, until the last part is written.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class DirectExchange:
         self._scope: MutableMapping[str, Any] = protocol.scope  # type: ignore[assignment]
         self._unread = unread
         self._awaits_continue = protocol.expect_100_continue
-        self._progress: asyncio.Future[None] | None = None  # of the task that waits for more of the body
+        self._progress: asyncio.Future[None] | None = None  # awaited by the reader of the body
         self._task: asyncio.Task[None] | None = None
         self.keep_alive = keep_alive
         self.body = bytearray()
@@ -156,7 +154,7 @@ class DirectExchange:
     def take(self) -> bytearray:
         taken, self.body = self.body, bytearray()
         if self._protocol.flow.read_paused:
-            self._protocol.flow.resume_reading()  # at the end of the body too: reading detects a disconnect
+            self._protocol.flow.resume_reading()  # also at the end of the body, to detect a disconnect
         return taken
 
     async def read_some(self) -> bytearray:
@@ -180,7 +178,7 @@ class DirectExchange:
                 log.exception("a request failed")
                 reply, self.keep_alive = FAILED, False
             await self._send(reply)
-        except BaseException:  # cancelled, or half a response: the connection is of no more use
+        except BaseException:  # cancelled, or an incomplete response: close the connection
             self.keep_alive = False
             raise
         finally:
@@ -188,7 +186,7 @@ class DirectExchange:
             if not self.keep_alive:
                 self._protocol.transport.close()
             self._protocol.on_response_complete()
-            self._task = None  # whose exception has this frame: a reference cycle
+            self._task = None  # breaks a reference cycle with its exception
 
     async def _send(self, reply: DirectReply) -> None:
         protocol = self._protocol
@@ -204,7 +202,7 @@ class DirectExchange:
             standing = [*standing, _CLOSE]
         fields = "\r\n".join([*map(": ".join, reply.headers.items()), ""])
         if not len(reply.headers) == fields.count("\r") == fields.count("\n") or "\0" in fields:
-            raise ValueError("a header has a line break or a NUL in it")
+            raise ValueError("a header contains a line break or NUL")
         defaults = [b"%s: %s\r\n" % header for header in standing]
         end = b"content-length: %d\r\n\r\n" % len(body)
         head = b"".join((STATUS_LINE[reply.status], *defaults, fields.encode("latin-1"), end))

@@ -1,4 +1,4 @@
-"""The reference of an API: an OpenAPI document as HTML without scripts or outside assets."""
+"""The reference of an API: an OpenAPI document as HTML without scripts or external assets."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _name(schema: dict[str, Any]) -> str:
 
 def _type(schema: dict[str, Any]) -> str:
     """Return a type in words, as HTML."""
-    if schema.get("$ref", "").startswith("#/$defs"):  # of this body alone
+    if schema.get("$ref", "").startswith("#/$defs"):  # local to this body
         return escape(_name(schema))
     if "$ref" in schema:
         return f'<a href="#{escape(_name(schema))}">{escape(_name(schema))}</a>'

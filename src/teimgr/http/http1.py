@@ -29,20 +29,19 @@ _H2_PREFACE = b"PRI * HTTP/2.0"
 _HEAD_END = b"\r\n\r\n"
 _MAX_HEAD_BYTES = cast(int, LIMITS[Phase.HEAD].bytes)
 _MAX_DISCARDED_BYTES = cast(int, LIMITS[Phase.DISCARD].bytes)
-# A field takes some 150 bytes more than it has.
-_MAX_FIELDS = 256
-# Requests that wait for the answer to another one of their connection; what follows is not parsed before one has left.
+_MAX_FIELDS = 256  # a field has an overhead of about 150 bytes
+# Limit of pipelined requests; parsing pauses until one has been answered.
 _MAX_PIPELINED = 4
-# What is longer is parsed in pieces of this size, but for a body whose length is known.
+# Received data is parsed in pieces of this size, except bodies of known length.
 _PIECE_BYTES = 4 * 2**10
-# The cost of each further piece, in chunks of a body and fields of a head: each calls back, which takes 1 to 3 µs.
+# The budget of callbacks per further piece (chunks of a body, fields of a head); each takes 1 to 3 µs.
 _PIECE_UNITS = 8
-# A head is parsed in C here; and the small queries of 64 callers, which come in one turn, are to be one batch.
+# Heads are parsed in C, and small queries of 64 callers that arrive in one turn should form one batch.
 _REQUEST_UNITS = REQUEST_UNITS // 3
-# Bytes of a body, fields of a head, and bytes of one (a list of proxies is read) that cost as much as a chunk.
+# Bytes of a body, fields of a head, and bytes of a head that cost as much as a chunk.
 _BYTES_PER_UNIT, _FIELDS_PER_UNIT, _HEAD_BYTES_PER_UNIT = 8 * 2**10, 4, 256
 _FRAMING = (b"content-length", b"transfer-encoding")
-# A small body often comes right after its head: it is awaited for a moment, so that its reader need not be woken.
+# A small body often arrives right after its head. A short wait for it avoids waking a reader.
 _SMALL_BODY_BYTES = 64 * 2**10
 _HOLD_S = 0.1
 
@@ -57,19 +56,19 @@ class H2Connection(Protocol):
         """Close, because the server ends."""
 
 
-# Gets a connection between two requests, which another process is to serve.
+# Gets an idle connection that another process will serve.
 PassOn = Callable[[socket.socket], None]
-# Makes the protocol of a new connection, which takes over its ticket.
+# Makes the protocol of a new connection, which then owns the ticket.
 H2Factory = Callable[["ServerConnections", Ticket], asyncio.Protocol]
 
 
 class ListenerState(ServerState):
-    """Uvicorn's lists of connections and tasks, and for connections that are made during its end, how far that is.
+    """Uvicorn's lists of connections and tasks, with the state of a shutdown.
 
     Attributes:
-        is_leaving: Whether clients are to make their calls on connections to other processes.
+        is_leaving: Whether clients should move to other connections.
         has_ended: Whether connections are refused.
-        tasks_of: How many of the tasks are of streams of a caller, an address or a key.
+        tasks_of: Number of stream tasks by caller (address or key).
     """
 
     is_leaving = False
@@ -87,13 +86,13 @@ class ListenerState(ServerState):
 
 
 class ServerConnections(ListenerState):
-    """The state of an HTTP server, and what protocols need of it.
+    """The state of an HTTP server that its protocols use.
 
     Attributes:
-        config: With the application.
-        pass_on: Where a server that leaves passes connections on to.
-        direct: What answers requests without ASGI.
-        unread_replies: The bytes of replies that clients have not read.
+        config: Uvicorn's configuration, with the application.
+        pass_on: Passes connections to another process when the server leaves.
+        direct: Answers requests without ASGI.
+        unread_replies: Budget of reply bytes that clients have not read.
     """
 
     def __init__(self, config: Config, direct: Direct | None = None) -> None:
@@ -118,11 +117,11 @@ def _detach(transport: asyncio.Transport) -> socket.socket:
 
 
 class _Flow(FlowControl):
-    """Uvicorn's flow control, with a second reason to stop reading: received bytes are not parsed yet."""
+    """Uvicorn's flow control, which also pauses reading while received bytes wait to be parsed."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
-        self._is_wanted = False  # the pause that uvicorn asks for
+        self._is_wanted = False  # uvicorn has requested a pause
         self._has_rest = False
 
     def pause_reading(self) -> None:
@@ -143,43 +142,41 @@ class _Flow(FlowControl):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """HTTP/1.1 that ignores every offer of an upgrade; Java's client offers h2c with each request.
+    """HTTP/1.1 that ignores offers of an upgrade, such as h2c, which Java's client offers with each request.
 
-    httptools ends a request with such an offer after its head: the bytes of its body would be parsed as the next
-    request, which is request smuggling if a proxy is in front. So a new parser continues there, after a head with the
-    same framing. Only parsers look at the bytes, so no body is edited.
+    httptools ends a request with such an offer after its head, so its body would be parsed as the next request: request
+    smuggling behind a proxy. A new parser continues there, after a head with the same framing.
 
-    The parser is fed piece by piece. Each piece ends with a head or a body, so that parsing can stop once
-    `_MAX_PIPELINED` requests wait. Trailers are counted as a head and dropped. The phases and their limits are those of
-    the connection's ticket.
+    Each piece for the parser ends with a head or a body, so that parsing can stop once `_MAX_PIPELINED` requests wait.
+    Trailers count as a head and are dropped. The connection's ticket has the phases and their limits.
     """
 
     server_state: ServerConnections
-    _turns = LoopTurns()  # of all connections, as in HTTP/2
-    _exchange: DirectExchange | None = None  # the last one that has begun
-    _begun: Any = None  # the last cycle of ASGI that has begun; `cycle` may be one that waits in the pipeline
-    _held: DirectExchange | None = None  # has not begun, as its body is on its way
+    _turns = LoopTurns()  # shared by all connections
+    _exchange: DirectExchange | None = None  # the current one
+    _begun: Any = None  # the current ASGI cycle; `cycle` may wait in the pipeline
+    _held: DirectExchange | None = None  # waits for its small body
     _hold_timer: asyncio.TimerHandle | None = None
     _is_resuming = False
     _is_in_message = False
     _is_in_head = True
     _body_left: int | None = 0  # None for a chunked body
-    _awaits_chunk = False  # behind the length of a chunk, which may be the last one
-    _has_progress = False  # bytes of a body came since that was last checked
+    _awaits_chunk = False  # after the length of a chunk, perhaps the last one
+    _has_progress = False  # a body grew since the last check
     _overhead = 0  # bytes since a head began, or since the last byte of a body
     _discarded = 0
     _is_lost = False
-    _closes_early = False  # behind an answer, while the request comes
+    _closes_early = False  # close after the reply, before the request has ended
     _has_ticket = True
     _rest = b""  # received, not parsed yet
-    _awaits_turn = False  # to parse it
-    _units = 0  # that the parser's callbacks count, in the present piece
+    _awaits_turn = False
+    _units = 0  # cost of the current piece, counted by callbacks
 
     def __init__(self, *, ticket: Ticket, **rest: Any) -> None:
         super().__init__(**rest)
-        self.parser = cast(Any, None)  # see `connection_made`, which a failed TLS handshake does not come to
+        self.parser = cast(Any, None)  # set by `connection_made`, but not after a failed TLS handshake
         self._ticket = ticket
-        self._fields: Mapping[bytes, bytes] = {}  # of the present head; the first of several of a name
+        self._fields: Mapping[bytes, bytes] = {}  # of the current head; the first value of each name
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -187,7 +184,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.flow = self._flow = _Flow(transport)
         self._stall_guard = StallGuard(transport)
         self._unread = self.server_state.unread_replies.of_connection(self._ticket.client)
-        self._buffered = Charge(self._unread)  # written, and not taken by the kernel
+        self._buffered = Charge(self._unread)  # written, but still in the transport's buffer
         if not self._ticket.hand_to(self):
             transport.abort()
         elif self._ticket.phase is not Phase.IDLE:
@@ -203,9 +200,9 @@ class HttpProtocol(HttpToolsProtocol):
                 self._has_ticket = False
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
-        # Their tasks may go on before `_lost`, and uvloop raises if they write.
+        # Tasks may continue before `_lost`, and uvloop raises if they write.
         if self._begun is not None and not self._begun.response_complete:
-            vars(self._begun).update(disconnected=True)  # as uvicorn does, which wakes the task too
+            vars(self._begun).update(disconnected=True)  # like uvicorn, which also wakes the task
         if self._exchange is not None:
             self._exchange.lose()
         if not self._ticket.ends_later(partial(self._lost, exc)):
@@ -221,7 +218,7 @@ class HttpProtocol(HttpToolsProtocol):
             if exchange is not None:
                 exchange.leave()
         if self._begun is not None and not self._begun.response_complete:
-            self.cycle = self._begun  # uvicorn tells `cycle` alone, and those that wait in the pipeline never begin
+            self.cycle = self._begun  # uvicorn notifies only `cycle`; pipelined ones never begin
         super().connection_lost(exc)
         self._is_lost = True
         self._free()
@@ -267,7 +264,7 @@ class HttpProtocol(HttpToolsProtocol):
             if self._discarded > _MAX_DISCARDED_BYTES:
                 self.transport.close()
                 return
-        if self._rest:  # it was on the way when reading was paused
+        if self._rest:  # received after reading was paused
             self._rest += data
         else:
             self._feed(data)
@@ -302,7 +299,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.flow.pause_reading()
-        if self.transport.get_write_buffer_size():  # the end of the last response
+        if self.transport.get_write_buffer_size():  # the last response is not sent yet
             self.loop.call_later(_FLUSH_POLL_S, self.pass_on)
         else:
             pass_on(_detach(self.transport))
@@ -348,7 +345,7 @@ class HttpProtocol(HttpToolsProtocol):
             else:
                 self._hold_timer = self.loop.call_later(_HOLD_S, self._begin_held)
         self._settle()
-        if self.server_state.pass_on is not None:  # and the response may have been complete before the request
+        if self.server_state.pass_on is not None:  # the response may have been complete before the request
             self.pass_on()
 
     def _feed(self, data: bytes) -> None:
@@ -414,7 +411,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._is_in_head and self._body_left is not None:
             return min(end, start + self._body_left)
         end = min(end, start + _PIECE_BYTES)
-        found = data.find(_HEAD_END, max(0, start - len(_HEAD_END) + 1), end)  # it may come in two pieces
+        found = data.find(_HEAD_END, max(0, start - len(_HEAD_END) + 1), end)  # it may be split between two pieces
         return end if found < 0 else found + len(_HEAD_END)
 
     def on_message_begin(self) -> None:
@@ -437,7 +434,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._check_fields(fields)
         method, direct = self.parser.get_method(), self.server_state.direct
         if method == b"CONNECT":
-            raise ValueError("CONNECT is not served")
+            raise ValueError("CONNECT is not supported")
         answer = None if direct is None else direct(method, self.url)
         if answer is None:
             super().on_headers_complete()
@@ -454,10 +451,10 @@ class HttpProtocol(HttpToolsProtocol):
                 raise ValueError("a header is repeated")
         coding = fields.get(b"transfer-encoding")
         if coding is not None and (coding.strip().lower() != b"chunked" or self.parser.get_http_version() == "1.0"):
-            raise ValueError("a transfer coding that is not served")
+            raise ValueError("unsupported transfer coding")
         if (host := fields.get(b"host")) is None:
             if self.parser.get_http_version() == "1.1":
-                raise ValueError("a request of HTTP/1.1 names its host (RFC 9112, 3.2)")
+                raise ValueError("an HTTP/1.1 request needs exactly one Host header (RFC 9112, 3.2)")
         elif not is_host(host):
             raise ValueError("not a host")
         if b"expect" in fields:
@@ -484,7 +481,7 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self.parser.should_upgrade():  # else `_ignore_upgrade` follows
+        if not self.parser.should_upgrade():  # otherwise `_ignore_upgrade` follows
             self._is_in_message, self._is_in_head, self._overhead, self._awaits_chunk = False, True, 0, False
             if self._held is not None:
                 self._held.end()
@@ -539,9 +536,9 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class ProtocolSniffer(asyncio.Protocol):
-    """Detects HTTP/2 or HTTP/1 from the first bytes of a connection, and hands the connection to that protocol.
+    """Detects HTTP/2 or HTTP/1 from the first bytes of a connection and switches to that protocol.
 
-    The server makes both protocols with the same keyword arguments.
+    The server creates both protocols with the same keyword arguments.
     """
 
     def __init__(
@@ -569,7 +566,7 @@ class ProtocolSniffer(asyncio.Protocol):
             return
         if self._ticket.phase is not Phase.IDLE:
             self._ticket.enter(Phase.HEAD)
-        self.pass_on()  # accepted in the moment in which the server left
+        self.pass_on()  # accepted while the server left
 
     def on_expired(self, phase: Phase) -> None:
         """Called by the gate."""

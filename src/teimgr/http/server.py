@@ -1,4 +1,4 @@
-"""HTTP servers on uvicorn: binding, listeners, new TLS contexts, leaving an address to another process."""
+"""HTTP servers on uvicorn: binding, listeners, new TLS contexts, passing an address to another process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from teimgr.http.unix_listener import UnixListener
 
 _CLOSE_GRACE_S = 5
 _END_POLL_S = 0.05
-# A connection without traffic for so long is probed by the kernel, and closed where nothing answers: else a client that
-# vanished without a FIN would be counted for good.
+# TCP keep-alive closes connections of clients that vanished without a FIN.
 _KEEPALIVE_IDLE_S = 300
 _SHOWN_COMMAND = 60
-_TICKS_A_SECOND = 10  # of uvicorn; its headers are rebuilt at each tenth one
+_TICKS_A_SECOND = 10  # uvicorn rebuilds its headers at each tenth tick
 _CONNECTION_CLOSE = (b"connection", b"close")
 AsgiApp = Callable[..., Any]
 
@@ -47,7 +46,7 @@ def bind(host: str, port: int, setting: str = "", *, is_shared: bool = False) ->
         PortConflict: the address is in use; the message has the process that listens there, if it may be seen.
         InvalidConfig: it is not an address of this host.
     """
-    # With the protocol named, asyncio sets TCP_NODELAY on accepted connections, as uvloop always does.
+    # With an explicit protocol asyncio sets TCP_NODELAY on accepted connections, as uvloop does.
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted ones inherit it
@@ -90,7 +89,7 @@ def listening_process(port: int) -> str | None:
             rows = [row.split() for row in Path("/proc/net", table).read_text().splitlines()[1:]]
             sockets |= {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1][-4:], 16) == port}
     for process in Path("/proc").glob("[0-9]*") if sockets else ():
-        with suppress(OSError):  # another user's, or ended since; `realpath` passes over a descriptor closed since
+        with suppress(OSError):  # another user's process, or it has exited
             if any(os.path.realpath(each).rpartition("/")[2] in sockets for each in (process / "fd").iterdir()):
                 words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
                 return f"process {process.name} ({b' '.join(words).decode(errors='replace')[:_SHOWN_COMMAND]})"
@@ -136,8 +135,8 @@ class Listener:
         self._server.config.timeout_graceful_shutdown = grace_s
         self._server.quiet_until = asyncio.get_running_loop().time() + quiet_s
         if pass_on is None:
-            self._server.config.encoded_headers.append(_CONNECTION_CLOSE)  # uvicorn's source of the next second's list
-            state.default_headers.append(_CONNECTION_CLOSE)  # the current list, held by requests in flight
+            self._server.config.encoded_headers.append(_CONNECTION_CLOSE)  # source of uvicorn's next header list
+            state.default_headers.append(_CONNECTION_CLOSE)  # current list of requests in flight
         state.leave_to(pass_on)
         for connection in tuple(state.connections):
             if isinstance(connection, HttpProtocol | ProtocolSniffer):
@@ -192,7 +191,7 @@ async def serving(
         if unix is not None:
             unix.file.remove()
         server.leave()
-        await asyncio.wait({task})  # a failure to start was raised by `_listening`
+        await asyncio.wait({task})  # `_listening` raised start failures
         for each in (sock, *more):
             each.close()
         if unix is not None:
@@ -206,7 +205,7 @@ async def _listening(server: Server, task: asyncio.Task[None], sock: socket.sock
         await asyncio.wait({listening, task}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             await task
-            raise PortConflict(sock.getsockname()[1], "a server that ended as soon as it was started")
+            raise PortConflict(sock.getsockname()[1], "a server that exited right after its start")
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -216,8 +215,8 @@ async def _listening(server: Server, task: asyncio.Task[None], sock: socket.sock
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that accepts its connections through a gate, sets an event once it listens, and installs no
-    signal handlers."""
+    """A uvicorn server that accepts connections through a gate, sets an event when it listens, and installs no signal
+    handlers."""
 
     def __init__(self, config: uvicorn.Config, gate: ConnectionGate, direct: Direct | None = None) -> None:
         super().__init__(config)
@@ -230,14 +229,14 @@ class Server(uvicorn.Server):
         self.quiet_until = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])  # it listens on none of them
+        await super().startup([])  # without uvicorn's own listeners
         if self.should_exit:
             return
         self.context = self.config.ssl
         for sock in sockets or ():
             sock.listen(self.config.backlog)
             self.acceptors.append(Acceptor(sock, self.gate, self._protocol, lambda: self.context))
-        self.servers = cast(Any, self.acceptors)  # which uvicorn closes
+        self.servers = cast(Any, self.acceptors)  # uvicorn closes them
         for acceptor in self.acceptors:
             acceptor.start()
         self.listening.set()
@@ -263,7 +262,7 @@ class Server(uvicorn.Server):
         """
         for acceptor in self.acceptors:
             acceptor.close()
-            await acceptor.wait_closed()  # what was accepted is among the connections now
+            await acceptor.wait_closed()  # accepted connections are now registered
         state, clock = self.server_state, asyncio.get_running_loop().time
         while state.connections and clock() < self.quiet_until:  # noqa: ASYNC110
             await asyncio.sleep(_END_POLL_S)
@@ -276,7 +275,7 @@ class Server(uvicorn.Server):
                 if transport.is_closing() and not transport.get_write_buffer_size():
                     transport.abort()
         for task in tuple(state.tasks):
-            log.warning("a request is not answered, as the grace is over")
+            log.warning("request aborted at the end of the grace")
             task.cancel()
         await self.lifespan.shutdown()
 

@@ -20,34 +20,34 @@ from typing import Any, ClassVar, cast
 from teimgr.http.connection_gate import LIMITS, Phase
 from teimgr.http.turns import PART_UNITS, TURN_UNITS, LoopTurns
 
-# What is processed before the time is looked at: 1.5 ms where it is all key updates.
+# Bytes processed between two checks of the time; 1.5 ms if all are key updates.
 _STEP_BYTES = 4096
 _UNIT_S = 0.008 / TURN_UNITS  # all units of a turn are 8 ms
-_RECORD_BYTES = 2**14  # at most, of plain text
+_RECORD_BYTES = 2**14  # maximum plain text
 # Encrypted at a time: some 0.4 ms. What is written at once in no more bytes does not wait for a turn.
 _WRITE_BYTES = 2**18
-# How long a client's `close_notify` is awaited after the server's, and how much of what comes meanwhile is dropped. The
-# clients of asyncio may lose the end of an answer when the connection ends before they have sent theirs.
+# Limits of the wait for the client's `close_notify` and of the data dropped meanwhile. asyncio clients may lose the end
+# of a reply if the connection ends before they have sent it.
 _CLOSE_LIMIT_S = 30.0
 _MAX_DROPPED = cast(int, LIMITS[Phase.DISCARD].bytes)
-# What processing makes, answers to key updates, of a client that does not read; beyond it the connection is aborted.
+# Limit of unread replies to key updates, above which the connection is aborted.
 _MAX_UNREAD_ANSWERS = 2**16
 
 Bytes = bytes | bytearray | memoryview
 
 
 class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
-    """The transport of a protocol over TLS, which is also the protocol of the connection below.
+    """The transport of a protocol over TLS, which is itself the protocol of the TCP connection.
 
-    `protocol` makes the protocol once the handshake has ended; connections with the same `caller` share turns. The
-    protocol may be an `asyncio.BufferedProtocol`.
+    `protocol` makes the protocol after the handshake; it may be an `asyncio.BufferedProtocol`. Connections with the
+    same `caller` share turns.
 
     Attributes: handshake: Done when the handshake has ended. Its exception is an ssl.SSLError, or a ConnectionError if
     the connection ended before.
     """
 
-    _turns = LoopTurns()  # of all connections: a process has one event loop that serves
-    # What was received last, of any connection: it is processed, or copied, before the event loop receives more.
+    _turns = LoopTurns()  # shared by all connections
+    # Receive buffer of all connections: processed or copied before the event loop receives more.
     _received: ClassVar = memoryview(bytearray(2**16))
 
     def __init__(
@@ -62,17 +62,17 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._protocol: Any = None
         self._below: Any = None  # the transport
-        self._behind = memoryview(b"")  # received, not processed
-        self._plain: list[bytes] = []  # processed, not given to the protocol
-        self._waits = False  # for its turn
+        self._behind = memoryview(b"")  # received but not processed
+        self._plain: list[bytes] = []  # decrypted but not passed to the protocol
+        self._waits = False
         self._unencrypted: deque[memoryview] = deque()  # written, waits for its turn, or for the client to read
         self._unencrypted_bytes = 0
         self._encrypts_later = False
-        self._is_paused = False  # reading, by the protocol
+        self._is_paused = False  # the protocol has paused reading
         self._is_writing_paused = self._is_protocol_paused = False
-        self._is_closing = False  # by the protocol, to which nothing more is given
-        self._is_over = False  # for both
-        self._has_ended = self._has_told_end = False  # the client sends no more; the protocol knows
+        self._is_closing = False  # closed by the protocol
+        self._is_over = False
+        self._has_ended = self._has_told_end = False  # end of the client's data; the protocol was notified
         self._unread_answers = self._dropped = 0
         self._closing: asyncio.TimerHandle | None = None
 
@@ -96,7 +96,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._has_ended = True
         if not self._behind and not self._plain:
             self._end()
-        return True  # it is closed here
+        return True  # this class closes the transport
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closing = self._is_over = True
@@ -104,11 +104,13 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._closing.cancel()
         self._behind, self._plain = memoryview(b""), []
         self._drop_unencrypted()
-        protocol, self._protocol = self._protocol, None  # a reference cycle
+        protocol, self._protocol = self._protocol, None  # breaks a reference cycle
         if protocol is not None:
             protocol.connection_lost(exc)
         elif not self.handshake.done():
-            self.handshake.set_exception(exc or ConnectionResetError("the client left in the TLS handshake"))
+            self.handshake.set_exception(
+                exc or ConnectionResetError("the client disconnected during the TLS handshake")
+            )
 
     def pause_writing(self) -> None:
         self._is_writing_paused = True
@@ -217,7 +219,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         try:
             self._tls.do_handshake()
         finally:
-            self._flush()  # of one that fails, the alert
+            self._flush()  # also sends the alert of a failed handshake
         if self.handshake.done():  # cancelled
             return False
         self._extra = {
@@ -234,7 +236,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
 
     def _fail(self, error: ssl.SSLError) -> None:
         if self._protocol is None and not self.handshake.done():
-            self.handshake.set_exception(error.with_traceback(None))  # whose frames have this transport
+            self.handshake.set_exception(error.with_traceback(None))  # its frames would keep this transport alive
         self._flush()
         self.abort()
 
@@ -394,7 +396,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
 
     def _close_tls(self) -> None:
         if self._protocol is not None:
-            with suppress(ssl.SSLError):  # it wants the client's close_notify
+            with suppress(ssl.SSLError):  # raised until the client's close_notify
                 self._tls.unwrap()
             self._flush()
         if self._protocol is None or self._has_ended:

@@ -1,7 +1,7 @@
-"""Shares the turns of an event loop, by callers in rotation: each turn has a few calls that begin, a few units of work
-for connections, and a few milliseconds of work that requests need after their heads. `SharedThreads` do longer work.
+"""Fair sharing of an event loop's turns between callers: new calls, units of work for connections, and milliseconds of
+other work for requests. `SharedThreads` do longer work.
 
-The caller of a request is known once its credentials are checked; until then it counts as the network of its address.
+Until its credentials are checked, a request's caller is the network of its address.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 TURNS_OF: ContextVar[Hashable] = ContextVar("turns_of", default=None)
-"""The caller whose turns, on the loop and on threads, the current task uses: a caller whose key was checked, or the
-network of an address."""
+"""The caller whose turns the current task uses, on the loop and on threads."""
 
 
 class Rotation(Generic[ItemT]):
-    """Items of callers, popped by callers in rotation."""
+    """Items of callers, popped from one caller after another."""
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[Hashable, deque[ItemT]] = OrderedDict()  # by caller, the next one first
+        self._queues: OrderedDict[Hashable, deque[ItemT]] = OrderedDict()  # by caller, next one first
         self._count = 0
 
     def __len__(self) -> int:
@@ -49,16 +48,16 @@ class Rotation(Generic[ItemT]):
         caller, queue = self._queues.popitem(last=False)
         item = queue.pop() if newest else queue.popleft()
         if queue:
-            self._queues[caller] = queue  # behind the others
+            self._queues[caller] = queue
         self._count -= 1
         return item
 
 
 class _InTurns:
-    """Calls `_turn` once in the next turn of the event loop after `_schedule`; for one loop at a time."""
+    """Calls `_turn` once in the next turn of the event loop after `_schedule`."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None  # the one in which the next turn is scheduled
+        self._loop: asyncio.AbstractEventLoop | None = None  # loop with a scheduled turn
 
     def _schedule(self) -> None:
         loop = asyncio.get_running_loop()
@@ -75,7 +74,7 @@ class _InTurns:
 
 
 class CallTurns(_InTurns):
-    """Makes `per_turn` calls in each turn of the event loop; further ones in later turns, by callers in rotation."""
+    """Makes `per_turn` calls in each turn of the event loop; callers alternate in later turns."""
 
     def __init__(self, per_turn: int) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class CallTurns(_InTurns):
         if self._left <= 0 or self._waiting:
             return False
         self._left -= 1
-        if 2 * self._left < self._per_turn:  # not for the first few: a turn of the loop costs microseconds
+        if 2 * self._left < self._per_turn:  # a turn of the loop costs microseconds: not for a few calls
             self._schedule()
         return True
 
@@ -116,9 +115,9 @@ class CallTurns(_InTurns):
 
 
 class Turns:
-    """`per_turn` callers of `begin` go on in each turn of the loop; the others in later turns, by callers in rotation.
+    """Lets `per_turn` callers of `begin` continue in each turn of the loop; callers alternate in later turns.
 
-    For one event loop at a time. Without `max_waiting` any number of calls of a caller may wait.
+    Without `max_waiting`, the number of waiting calls of a caller is unlimited.
     """
 
     def __init__(self, per_turn: int, max_waiting: int | None = None) -> None:
@@ -151,17 +150,15 @@ def _go_on(begins: asyncio.Future[None]) -> bool:
     return True
 
 
-# Time for the work of `WorkTurns` in a turn: enough for 64 small queries, so that they go into one batch.
-_WORK_S = 0.006
+_WORK_S = 0.006  # of a turn: enough for 64 small queries, so that they form one batch
 # A piece of a long list.
 _PIECE_S = 0.002
 
 
 class WorkTurns(_InTurns):
-    """Runs short work for requests on the event loop: `turn_s` per turn, the rest later, by `TURNS_OF` in rotation.
+    """Runs short work for requests on the event loop, `turn_s` per turn, alternating between callers (`TURNS_OF`).
 
-    A turn does at least one piece of work, and ends with the piece that uses up its time, so each must be short.
-    `clock` returns seconds.
+    A turn runs at least one piece of work and ends after the piece that exceeds its time, so pieces must be short.
     """
 
     def __init__(self, turn_s: float = _WORK_S, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -180,7 +177,7 @@ class WorkTurns(_InTurns):
         try:
             return await done
         finally:
-            del done, work  # an error has this frame: a reference cycle
+            del done, work  # breaks a reference cycle with an error
 
     async def listed(self, items: Iterable[ItemT]) -> list[ItemT]:
         """Return the items of an iterable that makes them: of thousands some in each turn of the loop."""
@@ -213,11 +210,11 @@ class WorkTurns(_InTurns):
             return work()
         finally:
             self._left_s -= self._clock() - began
-            if self._left_s < self._turn_s / 2:  # not for each small query: a turn of the loop costs microseconds
+            if self._left_s < self._turn_s / 2:  # a turn of the loop costs microseconds: not for each small query
                 self._schedule()
 
     def _settle(self, done: asyncio.Future[ResultT], work: Callable[[], ResultT]) -> None:
-        if done.done():  # its client has gone
+        if done.done():  # its client disconnected
             return
         try:
             done.set_result(self._timed(work))
@@ -237,15 +234,12 @@ class WorkTurns(_InTurns):
 LISTING = WorkTurns()
 """The turns of all requests for lists that may have thousands of members."""
 
-# Limit of what one turn of the loop processes for all connections of a protocol together. In the units of HTTP/2
-# (`Framing.receive`) that is at most 8 ms, the time of the longest header block of Huffman strings; in those of HTTP/1,
-# chunks of a body, about 2 ms.
+# Work of all connections of a protocol in one turn of the loop: in HTTP/2 (`Framing.receive`) at most 8 ms, the longest
+# header block of Huffman strings; in HTTP/1 (chunks of a body) about 2 ms.
 TURN_UNITS = 600
-# Cost of a request that a task begins to answer: with its head 0.1 ms or more.
-REQUEST_UNITS = 24
-# What is processed for a connection at a time while others wait: a small call.
-PART_UNITS = 48
-# After this many of a caller's new connections one that has waited before is served.
+REQUEST_UNITS = 24  # cost of a request that a task answers, 0.1 ms or more
+PART_UNITS = 48  # work of one connection while others wait: a small call
+# After this many new connections of a caller, one that has waited before is served.
 _NEW_BEFORE_OLD = 3
 
 
@@ -255,10 +249,10 @@ class _Waiting(NamedTuple):
 
 
 class _Group:
-    """The connections of one caller that wait."""
+    """The waiting connections of one caller."""
 
     def __init__(self) -> None:
-        self.new: deque[_Waiting] = deque()  # that were not behind before
+        self.new: deque[_Waiting] = deque()  # waiting for the first time
         self.old: deque[_Waiting] = deque()
         self._new_in_a_row = 0
 
@@ -274,18 +268,18 @@ class _Group:
 
 
 class LoopTurns(_InTurns):
-    """Units of work for the connections of one event loop: all share `TURN_UNITS` a turn.
+    """Units of work for the connections of one event loop, `TURN_UNITS` per turn.
 
-    Connections that need more wait. Callers get `PART_UNITS` each in rotation, and so do the connections of a caller. A
-    connection that begins to wait comes first, so that a client with an occasional call overtakes clients with many (as
-    in fq_codel, RFC 8290).
+    Connections that need more wait. Callers alternate with `PART_UNITS` each, and so do the connections of a caller. A
+    connection that starts to wait comes first, so that occasional calls overtake busy clients (as in fq_codel, RFC
+    8290).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._left = TURN_UNITS
-        self._part: int | None = None  # of the connection that catches up
-        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()  # by caller, those that wait, the next one first
+        self._part: int | None = None  # units of the connection in service
+        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()  # waiting callers, next one first
 
     @property
     def units(self) -> int:
@@ -299,7 +293,7 @@ class LoopTurns(_InTurns):
     def spend(self, units: float) -> None:
         """Count what was processed for a connection."""
         self._left -= int(units)
-        if self._left < TURN_UNITS // 2:  # not for each small request: a turn of the loop costs microseconds
+        if self._left < TURN_UNITS // 2:  # a turn of the loop costs microseconds: not for each small request
             self._schedule()
 
     def wait(self, caller: Hashable, catch_up: Callable[[], int]) -> None:
@@ -337,8 +331,7 @@ class LoopTurns(_InTurns):
 
 
 class _Work(Future[ResultT]):
-    """One piece of work, and its result. Cancelling drops `work` at once: it may hold a message, and its turn may be
-    far away."""
+    """One piece of work and its result. Cancelling releases `work` at once, since it may hold a message."""
 
     def __init__(self, work: Callable[[], ResultT]) -> None:
         super().__init__()
@@ -358,7 +351,7 @@ class _Work(Future[ResultT]):
 
 
 class SharedThreads:
-    """Runs work on `count` threads, by `TURNS_OF` in rotation."""
+    """Runs work on `count` threads, alternating between callers (`TURNS_OF`)."""
 
     def __init__(self, count: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(count, name)
@@ -396,4 +389,4 @@ class SharedThreads:
         except BaseException as error:
             result.set_exception(error)
         finally:
-            del result, work  # an error has this frame: a reference cycle
+            del result, work  # breaks a reference cycle with an error

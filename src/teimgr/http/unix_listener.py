@@ -1,7 +1,7 @@
-"""Unix sockets on which clients connect: binding, taking over the file of a dead process, removing one's own file.
+"""Listening Unix sockets: binding, replacing the file of a dead process, removing the own file.
 
-Each change of a socket's file is made under a lock, `.teimgr-UID.lock` in its folder. So if two processes find the file
-of a dead one, only the first replaces it, and no process removes the file of another.
+A lock, `.teimgr-UID.lock` in the socket's folder, protects each change of the file. So only one process replaces the
+file of a dead one, and none removes another's file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from teimgr.errors import InvalidConfig, PortConflict
 
 SOCKET_PATH_BYTES = 107
-"""Most bytes of a socket's path: the kernel has 108, of which the last is zero."""
+"""Maximum bytes of a socket's path: 108 in the kernel, with a final zero."""
 
 _BACKLOG = 2048
 _CREDENTIALS = struct.Struct("3i")  # pid, user and group of the process that called listen()
@@ -29,7 +29,7 @@ _LOCK_POLL_S = 0.005
 
 
 class SocketFile:
-    """The file of a socket that this process listens on, present at the construction."""
+    """The file of a socket on which this process listens."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +81,7 @@ def bind_unix(path: Path, mode: int, setting: str) -> UnixListener:
         with _failures(path, setting), _locked(path.parent):
             _free(path, setting)
             sock.bind(str(path))
-            path.chmod(mode)  # before listen(): no connection under other permissions
+            path.chmod(mode)  # before listen(), so no client connects with wrong permissions
             sock.listen(_BACKLOG)
             return UnixListener(sock, path)
     except BaseException:
@@ -159,7 +159,7 @@ def _free(path: Path, setting: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(kind):
-        raise InvalidConfig(f"{setting}: cannot listen on {path}: a file that is not a socket is there")
+        raise InvalidConfig(f"{setting}: cannot listen on {path}: a file that is not a socket exists there")
     if (pid := _listening_pid(path)) is not None:
         raise PortConflict(path, f"{f'process {pid}' if pid else 'another process'}; choose another `{setting}`")
     path.unlink()

@@ -96,7 +96,7 @@ class RemoteFrames(FrameProtocol):
         except Unauthenticated as error:
             raise WrongPeer(error.message) from error
         if peer.name != FleetName(address.node):
-            raise WrongPeer(f"the certificate is that of {peer.name.uri}, not of node '{address.node}'")
+            raise WrongPeer(f"the certificate is for {peer.name.uri}, not for node '{address.node}'")
         self._proof = identity, peer
         self._ask()
         values: dict[str, Any] = json.loads(await self._answer)

@@ -189,7 +189,7 @@ class BodyFormat(NamedTuple):
     decode: Callable[[Buffer], Any] = orjson.loads
     decode_large: Callable[[Buffer], Any] = json_scan.loads
     accepts: Callable[[str], bool] = is_json
-    undecodable: str = "The body is no JSON: {}"
+    undecodable: str = "The body is not valid JSON: {}"
     is_ambiguous: Callable[[type[Body], Buffer], bool] | None = None
     reparse: Callable[[type[Any], Buffer, Any], json_scan.Steps[Any]] | None = None
 

@@ -382,7 +382,7 @@ async def test_a_full_disk_holds_a_batch_up_and_is_an_alarm(
         patched.setattr(disk.os, "pwrite", full)
         await desk.work()
         await eventually(lambda: desk.batches.alarms() != [])
-        assert desk.batches.alarms() == ["1 batches cannot go on: No room on the disk: No space left on device"]
+        assert desk.batches.alarms() == ["1 batches cannot continue: No room on the disk: No space left on device"]
     batch = await desk.ended(batch)
 
     assert len(desk.all_results(batch)) == 3000

@@ -475,7 +475,7 @@ async def test_the_card_of_an_instance_says_that_calls_by_its_model_id_go_to_ano
         made = [json.loads(row) for row in await rows.rows(["a", "b", "c", "m"], "teimgr", ANONYMOUS)]
         return {card["id"]: card["by_name_only"] for card in made if "by_name_only" in card}
 
-    assert await by_name_only() == {"b": "calls by the model id are answered in the space of instance 'a'"}
+    assert await by_name_only() == {"b": "calls by model id use the embedding space of instance 'a'"}
     states["a"] = State.STOPPED
     rows.routed("a", RouteEntry(name="a", model_id="m", state=State.STOPPED))
     assert {name: text[-3:] for name, text in (await by_name_only()).items()} == {"a": "'b'", "c": "'b'"}

@@ -128,7 +128,7 @@ def test_a_user_signs_in_and_out(browser: Any, daemon: DaemonProcess) -> None:
     page.goto("/ui/devices")
     page.get_by_label("API key").fill("not a key of this daemon")
     page.keyboard.press("Enter")
-    assert "not known" in page.get_by_role("alert").inner_text()
+    assert "Unknown API key" in page.get_by_role("alert").inner_text()
     page.get_by_label("API key").fill(SECRETS["admin"])
     page.keyboard.press("Enter")
     page.wait_for_url("**/ui/devices")

@@ -337,7 +337,7 @@ async def test_a_wrong_key_or_a_foreign_form_begins_no_session(serving: Serving)
             reply = await sign_in(front, key)
             assert reply.status == 401
             assert "Set-Cookie" not in reply.headers
-            assert "This key is not known here" in await reply.text()
+            assert "Unknown API key" in await reply.text()
         form = {"key": SECRETS["read"]}
         for headers in ({}, {"Origin": "https://evil.example"}, {"Origin": front.url, "Sec-Fetch-Site": "same-site"}):
             async with front.http.post("/ui/sign-in", data=form, headers=headers) as answer:
@@ -361,7 +361,7 @@ async def test_no_other_page_changes_anything_with_a_session(serving: Serving, h
         await put(front, "a")
         await sign_in(front, "admin")
         told = await front.call("POST", "/instances/a/stop", 403, headers=headers)
-        assert told["error"] == "a session is for the pages of this server alone: send an API key"
+        assert told["error"] == "a session is valid only for pages of this server: send an API key"
         assert front.fleet.get("a").spec.wanted_running
         await front.call("POST", "/instances/a/stop", 200, headers={"Origin": front.url})
 

@@ -270,7 +270,7 @@ async def test_broken_files_change_nothing_but_the_alarm(
         ours.sign("other")
         put(ours.folder / "other.key", files.key)
         await eventually(tls.alarms)
-        assert "the private key is not that of the certificate" in tls.alarms()[0]
+        assert "the private key does not match the certificate" in tls.alarms()[0]
         assert tls.alarms()[0] in caplog.messages
         assert await served(url, client(ours.ca, ours)) == first
 

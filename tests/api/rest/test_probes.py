@@ -41,7 +41,7 @@ async def test_health_tells_whose_texts_are_cut_and_of_many_how_many(
             front.fleet.put(replace(front.fleet.get(f"m{number}"), model=cut))
     notices = (await front.call("GET", "/health", 200))["notices"]
     assert notices[0] == "m1: texts are cut to the 600 tokens of max_batch_tokens"
-    assert notices[2:] == ["instances whose texts are cut too: 2"]
+    assert notices[2:] == ["further instances that truncate texts: 2"]
 
 
 @pytest.mark.clause("D-listeners")
@@ -167,7 +167,7 @@ async def test_only_a_key_that_sees_all_instances_reads_names_in_health(settings
         for name in (None, "inference", "team"):
             async with http.get("/health", **({} if name is None else bearer(name))) as reply:
                 assert reply.status == 200
-                assert (await reply.json())["alarms"] == ["alarms: 1; a key that sees all instances sees them"], name
+                assert (await reply.json())["alarms"] == ["alarms: 1; use a key for all instances to see them"], name
         async with http.get("/health", **bearer("read")) as reply:
             assert (await reply.json())["alarms"] == front.alarms
         async with http.get("/ready", **bearer("team")) as reply:

@@ -150,7 +150,7 @@ async def test_a_good_name_is_taken(front: Front, name: str) -> None:
     [
         ("GET", "/instances?state=running", "unknown query parameter 'state'; did you mean 'status'?"),
         ("POST", "/instances?wiat=true", "unknown query parameter 'wiat'; did you mean 'wait'?"),
-        ("GET", "/instances/a?verbose=1", "unknown query parameter 'verbose'; this route has none"),
+        ("GET", "/instances/a?verbose=1", "unknown query parameter 'verbose'; this route has no query parameters"),
         ("GET", "/health/all?prob=true", "unknown query parameter 'prob'; did you mean 'probe'?"),
     ],
 )

@@ -128,7 +128,7 @@ async def test_what_does_not_is_taken_back_with_an_event_and_not_recommended_aga
     assert "load = on_demand" in applied.reason
     assert taken_back.event == "taken_back"
     assert taken_back.reason.startswith("idle.a: load = on_demand")
-    assert "is taken back: held_bytes is 4.194e+08, expected at most 2.097e+08" in taken_back.reason
+    assert "is reverted: held_bytes is 4.194e+08, expected at most 2.097e+08" in taken_back.reason
     await setup.advisor.look()
     assert await setup.advisor.recommendations() == []
     setup.fleet.time += 86401

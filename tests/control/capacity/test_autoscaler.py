@@ -85,7 +85,7 @@ async def test_measured_rates_are_kept_across_restarts(tmp_path: Path) -> None:
     scaler.restore()
     await steps(again, scaler, 2)  # the first reading gives none yet
     assert again.asked == [2]
-    assert "a replica computes" in again.notes[0].reason
+    assert "one replica computes" in again.notes[0].reason
 
     other = Busy()
     other.spec = replace(other.spec, model_id="another")

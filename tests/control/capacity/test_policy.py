@@ -25,7 +25,7 @@ def test_step_is_met_and_given_back() -> None:
     assert max(run.waiting_s[100:]) < 2.0  # what had queued until the replicas were ready is computed
     assert "s of work would wait > 2 s" in run.reasons[0][1]
     assert run.reasons[0][1].startswith("1 → ")
-    assert "would have carried the load of 120 s" in run.reasons[-1][1]
+    assert "would have been enough for the last 120 s" in run.reasons[-1][1]
 
 
 def test_replica_that_does_not_pay_is_taken_back_and_not_tried_again() -> None:

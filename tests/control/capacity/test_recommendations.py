@@ -152,7 +152,7 @@ def test_a_change_is_judged_by_what_it_should_bring() -> None:
     assert verdict(expects, seen())[0] is False
     assert verdict(expects, seen(texts=3))[0] is None
     waits = Expectation("waiting_seconds", "at_most", 1.0)
-    assert verdict(waits, seen(span_s=299.0), min_span_s=300.0) == (None, "299 s say too little")
+    assert verdict(waits, seen(span_s=299.0), min_span_s=300.0) == (None, "299 s are too short to judge")
     assert verdict(waits, seen(span_s=300.0), min_span_s=300.0)[0] is True
     assert verdict(Expectation("held_bytes", "at_most", 400.0 * MIB), seen(span_s=0.0), min_span_s=300.0)[0] is True
     assert verdict(Expectation("held_bytes", "at_most", 300.0 * MIB), seen())[0] is False

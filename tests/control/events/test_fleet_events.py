@@ -294,7 +294,7 @@ async def test_a_disk_that_refuses_is_an_alarm_and_costs_no_event_in_memory(tmp_
     file = EventFile(tmp_path / "absent" / "state.events.jsonl")
     log = await written(file, [VIEW])
     assert [each.event for each in log.since(0)] == ["created", "starting"]
-    assert file.alarms() == [f"events are not saved: {file.path}: {os.strerror(2)}"]
+    assert file.alarms() == [f"events cannot be saved: {file.path}: {os.strerror(2)}"]
 
     file.path.parent.mkdir()
     file.write(next(log.since(0)))

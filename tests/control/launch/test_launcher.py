@@ -157,7 +157,7 @@ async def test_a_worker_whose_run_file_cannot_be_written_is_no_worker(
     monkeypatch.setattr("teimgr.control.launch.launcher.new_incarnation", lambda: "0123456789ab")
     (folder / "run" / "0123456789ab.json.tmp").symlink_to(folder / "missing" / "file")
 
-    with pytest.raises(LaunchFailed, match="run file cannot be written"):
+    with pytest.raises(LaunchFailed, match="cannot write the worker's run file"):
         await launcher.launch(spec())
 
     assert left_over(folder) == set()
@@ -286,7 +286,7 @@ async def test_a_run_directory_that_cannot_be_written_is_refused(folder: Path) -
 
 
 async def test_a_run_directory_too_deep_for_a_socket_is_refused(folder: Path) -> None:
-    with pytest.raises(InvalidConfig, match="too long a path"):
+    with pytest.raises(InvalidConfig, match="is too long for the path"):
         await local_launcher(folder, run_dir=folder / ("x" * 90)).start()
 
 
@@ -302,7 +302,7 @@ async def test_the_run_directory_is_for_its_owner_alone(launcher: LocalLauncher,
     ("mode", "content", "problem"),
     [
         (0o1777, None, "is a shared folder"),
-        (0o755, "photo.jpg", "holds other things, such as photo.jpg"),
+        (0o755, "photo.jpg", "contains other files, such as photo.jpg"),
     ],
 )
 async def test_a_folder_that_is_not_ours_alone_is_refused_and_left_as_it_is(
@@ -411,7 +411,7 @@ async def test_a_descriptor_that_found_no_room_costs_a_launch_and_not_the_nurser
     await (await launcher.launch(spec())).stop(0)
     nursery = launcher.nursery.pid
 
-    with descriptors_left(2), pytest.raises(LaunchFailed, match="no descriptor is left"):  # the log and the socket
+    with descriptors_left(2), pytest.raises(LaunchFailed, match="too many open files"):  # the log and the socket
         await launcher.launch(spec())
 
     await eventually(lambda: left_over(folder) == set())

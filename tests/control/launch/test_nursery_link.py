@@ -80,7 +80,7 @@ async def test_a_nursery_that_the_kernel_kills_for_memory_fails_the_launch_with_
     assert launcher.nursery.pid is not None
     os.kill(launcher.nursery.pid, signal.SIGKILL)
 
-    with pytest.raises(LaunchFailed, match=f"the fork server of the workers was {told}"):
+    with pytest.raises(LaunchFailed, match=f"the workers' fork server was {told}"):
         await launching
     await launcher.close()
 
@@ -91,7 +91,7 @@ async def test_a_nursery_that_cannot_be_made_fails_the_launch_until_it_can(folde
     obstacle.mkdir(parents=True)
     await launcher.start()
 
-    with pytest.raises(LaunchFailed, match="the nursery cannot be started"):
+    with pytest.raises(LaunchFailed, match="cannot start the nursery"):
         await launcher.launch(spec())
 
     obstacle.rmdir()
@@ -112,7 +112,7 @@ async def test_a_nursery_that_dies_and_cannot_be_replaced_fails_the_launch(folde
         os.kill(pid, signal.SIGKILL)
     await eventually(lambda: launcher.nursery.pid is None)
 
-    with pytest.raises(LaunchFailed, match="the nursery cannot be started"):
+    with pytest.raises(LaunchFailed, match="cannot start the nursery"):
         await launcher.launch(spec())
     await launcher.close()
 

@@ -111,7 +111,7 @@ def test_without_cards_a_worker_goes_to_a_hosts_cpu() -> None:
 
 
 def test_a_fleet_of_one_host_refuses_keys_of_a_cluster() -> None:
-    with pytest.raises(ValidationError, match="the daemon has none"):
+    with pytest.raises(ValidationError, match="which is not configured"):
         place(spec(node="one"), Inventory())
 
 
@@ -152,12 +152,14 @@ def test_machine_code_runs_on_its_generation_and_the_rest_is_compiled(
 def test_the_sentence_names_the_card_and_the_right_build() -> None:
     assert problems([card(9, 0), card()], CUDA_13) == []
     (old,) = problems([card(6, 1)], CUDA_13)
-    assert old.startswith("gpu_preflight: GPU 0 (Card, sm_61) is not supported by torch 2.13.0+cu130, which has sm_75")
-    assert old.endswith("install torch for CUDA 12.6, the last builds that have it")
+    assert old.startswith(
+        "gpu_preflight: GPU 0 (Card, sm_61) is not supported by torch 2.13.0+cu130, which supports sm_75"
+    )
+    assert old.endswith("install torch for CUDA 12.6, the last builds with support")
     (new,) = problems([card(12, 0)], TorchBuild("2.6.0+cu124", "12.4", ("sm_80", "sm_90")))
     assert new.endswith("install torch for a CUDA later than 12.4")
     (cpu,) = problems([card(9, 0)], TorchBuild("2.13.0+cpu"))
-    assert "is for the CPU alone: install a build of torch for CUDA" in cpu
+    assert "is a CPU-only build: install a build of torch for CUDA" in cpu
 
 
 def with_card(mode: str, build: TorchBuild | LaunchFailed, *cards: Gpu) -> Preflight:
@@ -182,7 +184,7 @@ async def test_warn_is_an_alarm_and_fail_is_a_refusal() -> None:
 
 
 async def test_a_build_that_nobody_can_ask_is_no_pass() -> None:
-    with pytest.raises(InvalidConfig, match="build of torch is unknown"):
+    with pytest.raises(InvalidConfig, match="cannot read the build of torch"):
         await with_card("fail", LaunchFailed("no nursery"), card(9, 0)).run()
 
 

@@ -293,5 +293,5 @@ def test_what_no_reader_of_json_takes_is_not_shown(value: object, tmp_path: Path
 def test_a_record_with_values_of_another_type_is_listed_as_broken() -> None:
     found = parse(json.dumps({"models": {"a": {"trial": 5}, "b": {"revision": "main"}}}).encode())
 
-    assert "value of another type" in (found["a"].verification_error or "")
+    assert "value of a wrong type" in (found["a"].verification_error or "")
     assert found["b"].revision == "main"

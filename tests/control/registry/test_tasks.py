@@ -188,7 +188,9 @@ async def test_bytes_that_stay_wrong_are_a_failure_and_are_not_kept(make: Make, 
     with Hub(MODEL, FILES) as hub:
         hub.forged["model.safetensors"] = 99
         registry = make(hub)
-        with pytest.raises(ModelDownloadFailed, match=r"model\.safetensors is not what the hub announced: its SHA-256"):
+        with pytest.raises(
+            ModelDownloadFailed, match=r"model\.safetensors differs from the hub's announcement: its SHA-256"
+        ):
             await pull(registry)
     view = await registry.get(MODEL)
     assert (view.status, view.downloaded) == ("available", False)
@@ -399,7 +401,7 @@ def test_the_code_of_other_repositories_comes_with_a_model_at_its_revision(
     ("model_id", "revision", "message"),
     [
         (MODEL, "a..b", "code_revision: "),
-        (MODEL, "v1", "code_revision: code of models is off; allow_remote_code = true"),
+        (MODEL, "v1", "code_revision: code of models is disabled; the setting allow_remote_code = true"),
     ],
 )
 async def test_code_at_a_revision_is_not_fetched_where_code_is_off(

@@ -192,7 +192,7 @@ async def test_a_model_of_an_unknown_kind_is_not_tried_as_another(make: Make, fo
     registry = make()
     view = await tried(registry, await added(registry, model(folder, "kind=oracle")))
     assert view.status is ModelStatus.FAILED
-    assert view.to_dict()["verification_error"] == "a trial knows no request for a model of the kind 'oracle'"
+    assert view.to_dict()["verification_error"] == "trials do not support models of the kind 'oracle'"
 
 
 @pytest.mark.parametrize("kind", Kind)

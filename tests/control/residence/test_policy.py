@@ -312,7 +312,7 @@ def test_a_war_of_two_models_is_named_and_ended() -> None:  # 4
     assert all(each.retry_after_s and each.retry_after_s > 0 for each in refused)
     assert all(f"'{winner}'" not in each.reason for each in refused)
     assert f"'{winner}'" in room.notices[0].reason
-    assert f"'{loser}' and another instance evicted each other" in refused[0].reason
+    assert f"'{loser}' and another instance keep evicting each other" in refused[0].reason
 
 
 def test_alternating_calls_of_one_caller_are_no_war() -> None:
@@ -599,7 +599,7 @@ def test_models_that_outgrow_the_budget_have_idle_ones_evicted_at_once() -> None
     room.tell(Outgrown("a", 12 * MIB, dict(room.held)))
     assert [(each.model, each.evicted_for) for each in room.unloads] == [("c", "a")]
     assert room.unloads[0].reason == (
-        "evicted c: all take 12 MiB more than the budget, value 0.168 > 0.133, resident 2 s"
+        "evicted c: all models exceed the budget by 12 MiB, value 0.168 > 0.133, resident 2 s"
     )
     room.tell(Outgrown("a", 99 * MIB, dict(room.held)))
     assert len(room.unloads) == 1, "none is left that may go"
@@ -716,7 +716,7 @@ def interleave(seed: int, steps: int) -> int:
                 f"{name} served a call: {unload}"
             )
             model = room.fleet.models[name]
-            if unload.evicted_for is not None and "than the budget" not in unload.reason:
+            if unload.evicted_for is not None and "exceed the budget" not in unload.reason:
                 part = 1.0 if model.is_used_again else UNUSED
                 assert room.now - loaded_at[name] >= part * model.load_s - 1e-9, f"{name} was just loaded: {unload}"
         seen_unloads = len(room.unloads)
@@ -821,7 +821,7 @@ def test_a_call_may_ask_how_long_its_model_stays() -> None:
     room.tell(Tick())
     assert [room.phase(name) for name in "ab"] == [Phase.LOADED, Phase.UNLOADED]
     room.tell(Kept("a", 0.0), Tick())
-    assert room.unloads[-1].reason == "idle for 0 s, kept for 0 s as a call has asked"
+    assert room.unloads[-1].reason == "idle for 0 s, kept for 0 s as requested by a call"
 
     room.resident("a", for_s=20.0)
     room.tell(Tick())
@@ -847,7 +847,7 @@ def test_a_model_stays_as_long_as_the_longest_of_what_its_keys_want() -> None:
     assert room.fleet.due() == room.now + 30.0
     room.now += 30.0
     room.tell(Tick())
-    assert room.unloads[-1].reason == "idle for 30 s, kept for 30 s as a call has asked"
+    assert room.unloads[-1].reason == "idle for 30 s, kept for 30 s as requested by a call"
 
 
 def test_a_key_shortens_no_stay_of_keys_that_have_asked_for_none() -> None:

@@ -260,7 +260,7 @@ async def test_a_daemon_that_leaves_its_loads_to_the_next_one_tells_when_to_come
         waiting = asyncio.create_task(call(residence, "a", 60.0))
         await owner.loaded.wait()
         residence.leave_to_next()
-    with pytest.raises(Unavailable, match="the next one goes on with the load") as refused:
+    with pytest.raises(Unavailable, match="the next one continues the load") as refused:
         await waiting
     assert 0 < (refused.value.retry_after_s or 0) <= 20
 

@@ -51,7 +51,7 @@ def test_one_device_has_nothing_to_move() -> None:
 def test_workers_move_to_a_host_with_fewer_for_each_core_until_both_are_even() -> None:
     found = _rebalanced([_placed(name, ONE) for name in "abcd"], HOSTS)
     assert _moved(found) == [("a", 0, TWO), ("b", 0, TWO)]
-    assert found.moves[0].reason == "1 workers a core here, 0.25 there then"
+    assert found.moves[0].reason == "workers per core: 1 here now, 0.25 there after the move"
     assert len(found.stays) == 2
 
 
@@ -59,7 +59,7 @@ def test_a_second_replica_leaves_the_host_of_the_first_one_even_for_a_busier_one
     workers = [_placed("a", ONE), _placed("a", ONE, 1), _placed("b", TWO), _placed("c", TWO)]
     found = _rebalanced(workers, HOSTS)
     assert [(name, place) for name, _, place in _moved(found)][:1] == [("a", TWO)]
-    assert found.moves[0].reason == "1 other replicas of it are here, 0 there"
+    assert found.moves[0].reason == "other replicas: 1 here, 0 there"
 
 
 def test_cards_are_filled_evenly_and_a_worker_on_the_cpu_takes_a_card() -> None:
@@ -80,7 +80,7 @@ def test_what_is_pinned_packed_or_not_running_stays_with_its_reason() -> None:
     found = _rebalanced(workers, HOSTS)
     assert _moved(found) == [("d", 0, TWO)]
     assert [each.reason for each in found.stays] == [
-        "it is where it would be placed now",
+        "it is already in the best place",
         "placement = 'pack' keeps the workers of a host together",
         "it is starting",
     ]
@@ -90,7 +90,9 @@ def test_a_move_needs_room_for_both_workers() -> None:
     workers = [_placed(name, Place("", "GPU-0")) for name in "ab"]
     found = _rebalanced(workers, CARDS, host_budget=2 * GIB)
     assert not found.moves
-    assert any(each.reason.startswith("no room while it still runs here: needs 1024 MiB") for each in found.stays)
+    assert any(
+        each.reason.startswith("no room for a second copy during the move: needs 1024 MiB") for each in found.stays
+    )
 
 
 @pytest.mark.parametrize("seed", range(50))

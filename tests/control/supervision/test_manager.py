@@ -534,7 +534,7 @@ async def test_a_move_that_fails_leaves_the_worker_where_it_serves(folder: Path)
         await fleet.create()
         before = await fleet.running()
         instance = fleet.manager._instances["a"]
-        with pytest.raises(UpdateFailed, match="three is not there any more"):
+        with pytest.raises(UpdateFailed, match="three is no longer available"):
             await instance.move(0, Place("three"))
         assert fleet.manager.get("a").pid == before.pid
         assert fleet.manager.get("a").state is State.RUNNING
@@ -790,7 +790,7 @@ async def test_the_log_says_which_instance_gets_no_calls_by_its_model_id(
     keys: dict[str, dict[str, Any]] = {"a": {}, "b": {"pooling": "cls"}, "c": {}}
     for name, given in keys.items():
         await fleet.create(name=name, load="on_demand", **given)
-    found = [vars(each) for each in caplog.records if "another space" in each.message]
+    found = [vars(each) for each in caplog.records if "another embedding space" in each.message]
     assert [(each["instance"], each["space_of"]) for each in found] == [("b", "a")]
 
 

@@ -92,11 +92,11 @@ class Kept:
     ("how", "why"),
     [
         ("crash", "the mux exited with status 7"),
-        ("absent", "its control socket cannot be reached"),
+        ("absent", "cannot connect to its control socket"),
         ("mute", "5 health probes in a row failed: mux-0 has given no answer for 0.02 s"),
-        ("garbage", "its answer cannot be read"),
-        ("list", "its answer cannot be read: not a JSON object"),
-        ("flood", "its answer cannot be read"),
+        ("garbage", "cannot read its reply"),
+        ("list", "cannot read its reply: not a JSON object"),
+        ("flood", "cannot read its reply"),
         ("hangup", "control connection"),
     ],
 )
@@ -488,7 +488,7 @@ async def test_one_whose_successor_does_not_start_serves_on_with_an_alarm(settin
     muxes = Muxes(other, Directory(), DaemonMetrics())
     async with asyncio.timeout(LIMIT_S), muxes.running():
         await muxes.replaced()
-        await eventually(lambda: any("its successor does not start" in each for each in muxes.alarms()))
+        await eventually(lambda: any("its successor did not start" in each for each in muxes.alarms()))
         assert pids(other) == [first]
         (settings.run_dir / "mux-0.config").rmdir()
     await muxes.stop(0)

@@ -293,7 +293,7 @@ def test_a_generation_before_that_cannot_be_copied_is_loaded_with_an_alarm(store
     store.save([FULL, PLAIN])
 
     assert loaded.specs == (PLAIN,)
-    assert "which could not be copied to its place" in str(loaded.alarm)
+    assert "but could not copy it to" in str(loaded.alarm)
     assert parse(previous.read_bytes()).specs == (PLAIN,), "damage never replaces the generation before"
     store.save([FULL])
     assert parse(previous.read_bytes()).specs == (FULL, PLAIN)

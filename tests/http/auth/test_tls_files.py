@@ -28,10 +28,10 @@ def test_the_end_of_a_certificate_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("server.pem", "no certificate", "no PEM"),
-        ("server.key", "", "no PEM"),
-        ("ca.pem", "nothing", "no certificate in it"),
-        ("server.key", "another", "the private key is not that of the certificate"),
+        ("server.pem", "no certificate", "not a PEM file"),
+        ("server.key", "", "not a PEM file"),
+        ("ca.pem", "nothing", "it contains no certificate"),
+        ("server.key", "another", "the private key does not match the certificate"),
         ("server.key", "encrypted", "the private key is encrypted"),
         ("server.pem", None, "cannot be read: No such file or directory"),
     ],

@@ -349,7 +349,7 @@ async def test_a_worker_of_another_node_is_refused(
 ) -> None:
     router = route(replace(endpoint, node="gpu-2"))
 
-    with pytest.raises(Unavailable, match="not of node 'gpu-2'"):
+    with pytest.raises(Unavailable, match="not for node 'gpu-2'"):
         await call(router)
     assert replica(router).lost
     assert "no link to a worker on another host" in caplog.text

@@ -166,7 +166,7 @@ async def test_odd_bodies_are_refused_with_a_reason(ask: Asking) -> None:
     for body, words in (
         (b"[]", "Say which model"),
         (b'"fog"', "Say which model"),
-        (b'{"model": "dense", "input": "fog"', "The body is no JSON"),
+        (b'{"model": "dense", "input": "fog"', "The body is not valid JSON"),
         (b'{"model": "dense", "input": "fog \\ud83d"}', "input: the text is "),
         (b'{"model": "dense", "input": ["fog", "\\udc00"]}', "input.1: the text is "),
         (b'{"model": "dense", "input": "fog", "truncate": "no"}', "truncate: "),

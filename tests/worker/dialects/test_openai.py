@@ -81,7 +81,7 @@ async def test_a_model_has_many_names(ask: Asking, fleet: dict[str, Any]) -> Non
         ({"model": "dense", "input": [10**9]}, 400, None, None, "vocabulary"),
         ({"model": "reranker", "input": "fog"}, 400, None, None, "Model is not an embedding model"),
         (b"{", 400, None, "model", "Say which model"),
-        (b'{"model": "dense", ', 400, None, None, "The body is no JSON"),
+        (b'{"model": "dense", ', 400, None, None, "The body is not valid JSON"),
         ([], 400, None, "model", "Say which model"),
     ],
 )

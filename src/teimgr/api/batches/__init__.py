@@ -1,4 +1,4 @@
-"""OpenAI's files and batches: requests from a file, worked off in the bulk lane, and their results as files."""
+"""OpenAI's files and batches: requests from a file, computed in the bulk lane, with results as files."""
 
 from teimgr.api.batches.service import Batches
 

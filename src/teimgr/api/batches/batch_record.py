@@ -1,4 +1,4 @@
-"""A batch: its record, which is also the journal of its results, and OpenAI's object of it."""
+"""A batch: its record, which is also the journal of its results, and its representation in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_WINDOW_S = 7 * 86_400
 
 
 class Status(str, Enum):
-    """OpenAI's words."""
+    """OpenAI's status of a batch."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -40,7 +40,7 @@ class Status(str, Enum):
 
 
 class BatchFault(NamedTuple):
-    """What is wrong with an input file: at a line, counted from 1, or, with None, as a whole."""
+    """An error in an input file: at a line, counted from 1, or with None in the whole file."""
 
     code: str
     message: str
@@ -49,7 +49,7 @@ class BatchFault(NamedTuple):
 
 
 class RowSet:
-    """A set of rows, as bits."""
+    """A set of rows, as a bit set."""
 
     def __init__(self, bits: bytes | bytearray = b"") -> None:
         self._bits = bytearray(bits)
@@ -78,7 +78,7 @@ class RowSet:
 
 @dataclass(frozen=True, slots=True)
 class ResultPart:
-    """One of the two files of results as far as it is committed: its lines and their bytes."""
+    """The committed lines and bytes of one of the two files of results."""
 
     id: str = field(default_factory=new_file_id)
     lines: int = 0
@@ -87,7 +87,7 @@ class ResultPart:
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """The committed results: those of the rows in `done`, each in one of the two files; `tokens` are of all inputs."""
+    """The committed results: rows in `done`, each in one of the two files; `tokens` are those of all inputs."""
 
     output: ResultPart = field(default_factory=ResultPart)
     error: ResultPart = field(default_factory=ResultPart)
@@ -107,7 +107,7 @@ class BatchProgress:
 class Batch:
     """One batch. `owner` is the name of an API key; times are seconds of the Unix epoch.
 
-    `moments` has the time at which each status was reached, by OpenAI's name of the field, such as `in_progress_at`.
+    `moments` are the times of each status by OpenAI's field name, such as `in_progress_at`.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""The records of batches on disk, one file each, and the index of them in memory."""
+"""The records of batches: one file each, and an index in memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from teimgr.files import write_atomically
 
 log = logging.getLogger(__name__)
 
-# Ended batches of one owner that are kept; the oldest are dropped.
-MAX_ENDED = 1000
+MAX_ENDED = 1000  # ended batches kept per owner
 _RECORD = ".json"
 
 
 @dataclass(frozen=True, slots=True)
 class ResultLine:
-    """A finished request: its row, the line for one of the two files, which of them, and the tokens of its input."""
+    """A finished request: its row, its line in one of the two files, and the tokens of its input."""
 
     row: int
     data: bytes
@@ -32,14 +31,14 @@ class ResultLine:
 
 
 class BatchStore:
-    """The batches in one folder. The index lives on the event loop, file work on threads."""
+    """The batches in one folder. The event loop owns the index; threads do the file work."""
 
     def __init__(self, folder: Path, disk: Disk, files: FileStore) -> None:
         self._folder = folder
         self._disk = disk
         self._files = files
         self._batches: dict[str, Batch] = {}
-        self._saving: dict[str, asyncio.Lock] = {}  # one save of a batch at a time, so that the last one wins
+        self._saving: dict[str, asyncio.Lock] = {}  # saves of a batch run one at a time
 
     def load(self) -> None:
         """Read the folder, or create it; blocks. Records that cannot be read are left where they are, and logged."""
@@ -153,7 +152,7 @@ class BatchStore:
     async def remove(self, batch: Batch) -> None:
         """Forget an ended batch; its files stay until they expire."""
         self._batches.pop(batch.id, None)
-        async with self._lock(batch):  # behind a save under way, which would bring the record back
+        async with self._lock(batch):  # after a save in progress, which would restore the record
             await self._disk.run(lambda: self._path(batch.id).unlink(missing_ok=True))
         self._saving.pop(batch.id, None)
 
@@ -177,5 +176,5 @@ def _read(path: Path) -> Batch | None:
     try:
         return Batch.from_record(path.read_bytes())
     except (ValueError, KeyError, TypeError) as error:
-        log.error("the record of a batch cannot be read", extra={"path": str(path), "error": str(error)})
+        log.error("cannot read the record of a batch", extra={"path": str(path), "error": str(error)})
         return None

@@ -1,4 +1,4 @@
-"""File work of this package on its own threads, and the error of a full disk."""
+"""Threads for the file work of this package, and the error of a full disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Disk:
-    """Runs file work off the event loop, at most `_THREADS` pieces at a time: a slow disk delays nothing else."""
+    """Runs file work on at most `_THREADS` threads, so that a slow disk delays nothing else."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "batch files")
@@ -41,10 +41,10 @@ class Disk:
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
-            # What it changes must not go on changing behind the caller's back.
+            # Its changes must not continue after this call.
             await asyncio.wait({working})
             if not working.cancelled():
-                working.exception()  # retrieved
+                working.exception()  # marks it as retrieved
             elif (task := asyncio.current_task()) is not None and not task.cancelling():  # by `close`
                 raise Replaced from None
             raise

@@ -1,7 +1,7 @@
-"""Files of `/v1/files`: uploads and results of batches, each with an owner, an end, and limits on bytes and number.
+"""Files of `/v1/files`: uploads and results of batches, with owner, expiry, and limits of bytes and number.
 
-A file is `<id>.data` with its facts beside it in `<id>.json`. The facts are written last and deleted first, so that a
-kill at any moment leaves a whole file, or data without facts, which the next start removes.
+A file is `<id>.data` with metadata in `<id>.json`. The metadata is written last and deleted first, so a kill leaves
+either a complete file or data without metadata, which the next start removes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from teimgr.files import write_atomically
 from teimgr.spec import known
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
-"""Purposes of uploaded files, and of the results of batches."""
+"""Purposes of uploads and of results of batches."""
 DAY_S = 86_400
 MIB = 2**20
 _DATA, _FACTS = ".data", ".json"
 _WRITE_BYTES = 512 * 1024
-_MAX_UPLOADS, _MAX_UPLOADS_OF_OWNER = 32, 8  # at a time
+_MAX_UPLOADS, _MAX_UPLOADS_OF_OWNER = 32, 8  # concurrent
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """The facts about a file. `owner` is the name of the API key, times are seconds of the Unix epoch."""
+    """The metadata of a file. `owner` is the name of the API key; times are Unix times in seconds."""
 
     id: str
     owner: str
@@ -66,7 +66,7 @@ def new_file_id() -> str:
 
 
 class FileStore:
-    """The files in one folder, which belongs to one daemon. The index lives on the event loop, file work on threads."""
+    """The files in one daemon's folder. The event loop owns the index; threads do the file work."""
 
     def __init__(
         self, folder: Path, settings: BatchSettings, disk: Disk, clock: Callable[[], float] = time.time
@@ -76,8 +76,8 @@ class FileStore:
         self.clock = clock
         self._folder = folder
         self._files: dict[str, StoredFile] = {}
-        self._bytes: Counter[str] = Counter()  # by owner, with what is being written
-        self._uploads: Counter[str] = Counter()  # that are going on, by owner
+        self._bytes: Counter[str] = Counter()  # by owner, including uploads in progress
+        self._uploads: Counter[str] = Counter()  # in progress, by owner
 
     @property
     def stored_bytes(self) -> int:
@@ -95,7 +95,7 @@ class FileStore:
                 self._files[file.id] = file
                 self._bytes[file.owner] += file.size
         for id, (owner, size) in unpublished.items():
-            if id not in self._files:  # else its facts were written, and the batch was not saved since
+            if id not in self._files:  # otherwise the batch was not saved since
                 self._bytes[owner] += size
         for path in self._folder.iterdir():
             if path.name.partition(".")[0] not in self._files.keys() | unpublished.keys():
@@ -203,7 +203,7 @@ class FileStore:
 
 
 class Upload:
-    """A file while it is received: `write` its parts, then `commit`. Leaving the block without that removes it."""
+    """A file while it is received: `write` its parts, then `commit`. Without `commit` the block's end removes it."""
 
     def __init__(self, store: FileStore, owner: str) -> None:
         self.id = new_file_id()
@@ -224,7 +224,7 @@ class Upload:
         self._store.upload_ended(self._owner)
         if not self._is_committed:
             self._store.release(self._owner, self.size)
-            with suppress(Replaced):  # the next daemon removes what is not committed
+            with suppress(Replaced):  # the next daemon removes uncommitted files
                 await self._store.disk.run(self._store.remove_data, self.id)
 
     async def write(self, data: bytes) -> None:
@@ -276,7 +276,7 @@ def _append(path: Path, data: bytes | bytearray) -> None:
 def _read_facts(path: Path) -> StoredFile | None:
     try:
         return StoredFile(**known(StoredFile, orjson.loads(path.read_bytes())))
-    except (ValueError, TypeError):  # not ours, or damaged: its data is removed with it
+    except (ValueError, TypeError):  # damaged or foreign; its data is removed too
         return None
 
 

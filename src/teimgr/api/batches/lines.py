@@ -30,23 +30,20 @@ from teimgr.wire.frames import HttpReply
 from teimgr.wire.routing.links import ConnectionLost
 
 MAX_ID_CHARS = 512
-# The models of a whole file are kept until all of it has been looked at.
 MAX_MODEL_CHARS = 4096
-# Faults that a batch names; the rest of the file is not read.
-MAX_FAULTS = 100
+MAX_FAULTS = 100  # validation stops after this many
 _CHUNK_BYTES = 1024 * 1024
 _CHUNK_LINES = 500
-# A longer line is decoded in pieces: one call of the parser holds the GIL for 0.1 s and more where it has megabytes.
+# A longer line is decoded in pieces, since the parser holds the GIL for 0.1 s and more with megabytes.
 _LARGE_LINE_BYTES = 128 * 1024
 _BOM = b"\xef\xbb\xbf"
-# Bytes that the reply to one input may have, in the estimate of what a request will hold in memory.
-_REPLY_BYTES = 16 * 1024
+_REPLY_BYTES = 16 * 1024  # estimated size of the reply to one input
 
 
 class InputRequest(NamedTuple):
-    """A line that is a request; `row` counts requests from 0, `number` lines from 1.
+    """One request; `row` counts requests from 0, `number` lines from 1.
 
-    `cost` estimates the bytes that it and its reply hold in memory.
+    `cost` is the estimated memory of the request and its reply in bytes.
     """
 
     row: int
@@ -71,12 +68,12 @@ async def read_requests(disk: Disk, path: Path, url: str, max_line_bytes: int) -
     Raises:
         OSError: it cannot be read.
     """
-    opened = ExitStack()  # also of a file whose opening ends after its caller was cancelled
+    opened = ExitStack()  # also closes a file opened after a cancellation
     try:
         file: BinaryIO = await disk.run(lambda: opened.enter_context(path.open("rb")))
         reader = _Reader(file, url, max_line_bytes)
         while (chunk := await disk.run(reader.chunk)) is not None:
-            if chunk:  # else of blank lines
+            if chunk:  # empty if all lines were blank
                 yield chunk
     finally:
         await disk.run(opened.close)
@@ -158,7 +155,7 @@ def _member(holder: dict[str, Any], name: str, kind: type, noun: str) -> Iterato
 
 
 CheckModel = Callable[[str], None]
-"""Raises a TeimgrError where the owner may not use the model of this name."""
+"""Raises a TeimgrError if the owner may not use this model."""
 
 
 class Validated(NamedTuple):
@@ -192,7 +189,7 @@ async def validate(
                 if isinstance(parsed, BatchFault):
                     seen.faults.append(parsed)
                 elif seen.check(parsed):
-                    await asyncio.sleep(0)  # to look for names like an unknown one takes milliseconds
+                    await asyncio.sleep(0)  # the search for similar names takes milliseconds
                 if len(seen.faults) >= MAX_FAULTS:
                     return Validated(total, None, seen.faults)
     if not total:
@@ -206,7 +203,7 @@ class _Seen:
 
     def __init__(self, check_model: CheckModel) -> None:
         self.faults: list[BatchFault] = []
-        self.models: dict[str, str | None] = {}  # why each cannot be used
+        self.models: dict[str, str | None] = {}  # error of each, or None
         self._ids: set[bytes] = set()
         self._check_model = check_model
 
@@ -233,23 +230,22 @@ class _Seen:
 
 
 Send = Callable[[bytes], Awaitable[HttpReply]]
-"""Sends a body to the endpoint of the batch as its owner; raises a TeimgrError where no worker answered."""
+"""Sends a body to the batch's endpoint as its owner; raises a TeimgrError if no worker answered."""
 
-# Estimated bytes of all requests in the workers and of their replies; a single one always fits.
+# Limit of the estimated bytes of all requests in the workers and their replies; one request always fits.
 _IN_FLIGHT_BYTES = 64 * 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
-# Failures of which the request itself may be the cause, such as a worker that is lost while it has the request.
+# Limit of failures that the request itself may cause, such as a crash of its worker.
 _MAX_FAILURES = 4
 
 
-# Quotes of a client's text are escaped in a reply. Cohere counts the tokens of images beside those of texts.
+# Matches no text of a client, whose quotes are escaped. Cohere counts tokens of images separately.
 _USAGE = re.compile(rb'"(?:total|input)_tokens":(\d+)(?:,"images":\d+,"image_tokens":(\d+))?')
 _USAGE_BYTES = 256
 
 
 class CallSlots:
-    """Bounds the requests of all batches that are in the workers, by number and by estimated bytes; first come first
-    served."""
+    """Limits the batches' requests in the workers by number and estimated bytes, first come first served."""
 
     def __init__(self, concurrency: int) -> None:
         self._places = asyncio.Semaphore(concurrency)
@@ -266,7 +262,7 @@ class CallSlots:
 
 
 class LineError(NamedTuple):
-    """Why a request has no answer, in OpenAI's words."""
+    """Why a request has no reply, with OpenAI's code."""
 
     code: str
     message: str
@@ -277,7 +273,7 @@ CANCELLED = LineError("batch_cancelled", "The batch was cancelled before this re
 
 
 class _Failure(NamedTuple):
-    """An attempt that failed. `counts`: the request may be its cause, so there is a limit on such attempts."""
+    """A failed attempt. `counts`: the request may be the cause, so the number of attempts is limited."""
 
     answer: HttpReply | LineError
     is_final: bool = False
@@ -359,5 +355,5 @@ def _not_json(body: bytes, status: int) -> tuple[bytes, int]:
     """The body as a JSON text where it is a sentence; vectors as bytes cannot stand in a line."""
     if status >= 400:
         return orjson.dumps(body.decode("utf-8", "replace")), status
-    message = "encoding_format: a batch has room for JSON alone; use float or base64"
+    message = "encoding_format: results of batches are JSON; use float or base64"
     return orjson.dumps({"error": {"message": message, "type": "invalid_request_error"}}), 400

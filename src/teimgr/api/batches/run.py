@@ -1,8 +1,8 @@
-"""One batch at work: validation, its requests, and the publication of its results.
+"""The run of one batch: validation, requests, and publication of the results.
 
-The record of a batch has the set of requests with a result, and the lengths up to which the two files of results are
-complete. After a kill the run goes on with the requests that are not in the set. What the kill left behind these
-lengths is cut off by the next commit to the file, at the latest before it is published.
+The record of a batch contains the set of requests with a result and the committed lengths of the two files of results.
+After a kill, the run continues with the requests not in the set. The next commit to a file truncates it to its
+committed length.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ log = logging.getLogger(__name__)
 
 NO_ROOM_PAUSE_S = 5.0
 _COMMIT_S = 1.0
-# A commit begins at once at this many bytes; at twice as many, further results must wait.
+# This many bytes start a commit at once; at twice as many, further results wait.
 _COMMIT_BYTES = 4 * 2**20
 
 
 class Results:
-    """Finished requests of one batch: added as they come, committed every second.
+    """Finished requests of one batch, committed every second.
 
     Attributes:
-        has_room: Clear while too many bytes wait; no further request should begin then.
-        problem: Why the last commit failed, if it did: the disk is full, or a quota is used up.
+        has_room: Clear while too many bytes wait; then no further request should begin.
+        problem: Why the last commit failed: a full disk, or an exhausted quota.
     """
 
     def __init__(self, batch: Batch, store: BatchStore, metrics: DaemonMetrics) -> None:
@@ -118,10 +118,9 @@ class Results:
                 event.clear()
 
 
-# Longer than any line that `max_line_kb` lets pass, now or when the file was validated.
+# Longer than any line allowed by `max_line_kb`, now or when the file was validated.
 _LONGEST_LINE_BYTES = 32 * 2**20
-# Bodies of one batch that are in memory, in the workers or on the way there.
-_BODIES_BYTES = 4 * 2**20
+_BODIES_BYTES = 4 * 2**20  # of one batch in memory or in the workers
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class RunTools:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the requests of one batch go, as its owner."""
+    """The target of a batch's requests, as its owner."""
 
     path: DialectPath
     send: Send
@@ -146,7 +145,7 @@ class Destination:
 
 
 class BatchRun:
-    """The run of one batch, from its present status to its end."""
+    """The run of one batch, from its current status to its end."""
 
     def __init__(self, batch: Batch, destination: Destination, tools: RunTools) -> None:
         self.batch = batch
@@ -172,7 +171,7 @@ class BatchRun:
         try:
             await self._run()
         except asyncio.CancelledError:
-            await self._results.commit()  # a later run need not do it again
+            await self._results.commit()  # a later run need not repeat them
             raise
         except Exception as error:
             log.exception("a batch failed", extra={"batch": self.batch.id})

@@ -1,4 +1,4 @@
-"""The batches of the daemon: creation, listing and cancellation, which of them run, and the end of old files."""
+"""The daemon's batches: creation, listing, cancellation, scheduling, and deletion of old files."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ from teimgr.wire.frames import HttpReply
 
 log = logging.getLogger(__name__)
 
-# Batches that run at a time. One whose model does not run keeps its place and waits.
-MAX_RUNNING = 16
+MAX_RUNNING = 16  # including batches that wait for their model
 _SWEEP_S = 60.0
 _INFERENCE = frozenset({Right.INFERENCE})
 
 ENDPOINTS: dict[str, DialectPath] = {
     path.path: path for path in paths() if "{" not in path.path and path.path.startswith(("/v1/", "/v2/"))
 }
-"""The endpoints that a batch may name: those of inference whose body names the model."""
+"""The endpoints of batches: inference routes whose body names the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """The caller's request for a batch. `output_lifetime_s` is None for the default lifetime."""
+    """A request for a batch. `output_lifetime_s` None: the default lifetime."""
 
     input_file_id: str
     endpoint: str
@@ -55,7 +54,7 @@ class BatchRequest:
 class Batches:
     """Files and batches of one daemon, in the folder `batches` beside its state file.
 
-    Call `load` first. An owner is the name of an API key. Batches run while the block of `running` does.
+    Call `load` first. An owner is the name of an API key. Batches run within the block of `running`.
     """
 
     def __init__(
@@ -197,7 +196,7 @@ class Batches:
     def alarms(self) -> list[str]:
         """One alarm for all batches that wait for disk space."""
         problems = [run.problem for run in self._runs.values() if run.problem]
-        return [f"{len(problems)} batches cannot go on: {problems[0]}"] if problems else []
+        return [f"{len(problems)} batches cannot continue: {problems[0]}"] if problems else []
 
     async def page(self) -> Page:
         """The gauges of the metrics page."""
@@ -217,20 +216,22 @@ class Batches:
         waiting = [batch for batch in self._store.unfinished() if batch.id not in self._runs.keys() | self._broken]
         at_work = Counter(run.batch.owner for run in self._runs.values())
         while waiting and len(self._runs) < MAX_RUNNING:
-            batch = min(waiting, key=lambda each: at_work[each.owner])  # the first, so the oldest, of equal ones
+            batch = min(waiting, key=lambda each: at_work[each.owner])  # of equal ones, the oldest
             waiting.remove(batch)
             at_work[batch.owner] += 1
             send, check = partial(self._send, batch), partial(self._check_model, batch)
             to = Destination(ENDPOINTS[batch.endpoint], send, check)
             run = self._runs[batch.id] = BatchRun(batch, to, self._tools)
-            # Its own context, without the request that happened to start it.
+            # A new context, without that of the request which started it.
             task = self._tasks[batch.id] = asyncio.create_task(run.run(), name=batch.id, context=Context())
             task.add_done_callback(partial(self._run_ended, batch))
 
     def _run_ended(self, batch: Batch, task: asyncio.Task[None]) -> None:
         del self._runs[batch.id], self._tasks[batch.id]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a batch is stopped until the next start", extra={"batch": batch.id}, exc_info=error)
+            log.error(
+                "batch failed; it is resumed at the daemon's next start", extra={"batch": batch.id}, exc_info=error
+            )
             self._broken.add(batch.id)
         self._start_runs()
 
@@ -262,7 +263,7 @@ class Batches:
             try:
                 await self.sweep()
             except OSError as error:
-                log.warning("old files cannot be deleted", extra={"error": str(error)})
+                log.warning("cannot delete old files", extra={"error": str(error)})
             await asyncio.sleep(_SWEEP_S)
 
     async def sweep(self) -> None:

@@ -37,19 +37,18 @@ from teimgr.wire.protobuf import Target
 from teimgr.wire.routing.router import Lease, RouterView
 
 _NEAREST = 3
-# The most characters of an unknown name in the error text.
-_SHOWN_CHARS = 256
-# Limit on the search for similar names, in products of two lengths: some 10 ms on the event loop. Each comparison has a
-# fixed cost like that of two names of 40 characters.
+_SHOWN_CHARS = 256  # of an unknown name in an error text
+# Limits of the search for similar names, in products of two lengths: about 10 ms on the event loop. `_BEGUN` is the
+# fixed cost of a comparison.
 _COMPARED_CHARS, _COMPARISONS, _BEGUN = 128, 200_000, 1600
 _REGISTRIES = ("registry.ollama.ai/", "library/")  # of Ollama
 _LATEST = ":latest"
 
 
 class ModelNames:
-    """Resolves names against the router's last snapshot; `aliases` maps an alias to an instance name or a model id.
+    """Resolves names against the router's last snapshot; `aliases` maps aliases to instance names or model ids.
 
-    Model ids that are paths of the host resolve for every caller, and are listed only if `shows_paths`.
+    Model ids that are paths of the host resolve for every caller but are listed only if `shows_paths`.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class ModelNames:
         self._router = router
         self._aliases = aliases
         self._shows_paths = shows_paths
-        self._sorted: tuple[object, object, list[str]] | None = None  # made from these entries and aliases
+        self._sorted: tuple[object, object, list[str]] | None = None  # cached for these entries and aliases
 
     def restricted(self, router: RouterView, shows_paths: bool) -> ModelNames:
         return self if router is self._router else ModelNames(router, self._aliases, shows_paths=shows_paths)
@@ -82,7 +81,7 @@ class ModelNames:
             return self._router.lease(Target(instance_name=target))
         try:
             return self._router.lease(Target(model_id=target))
-        except (ModelNotFound, Forbidden):  # there are such instances, as was just checked
+        except (ModelNotFound, Forbidden):  # instances of it exist, but none can be called
             found = [(entry.name, entry.state) for entry in self._router.of_model(target)]
             states = ", ".join(f"'{name}' is {state.value}" for name, state in found)
             kind = Stopped if all(state is State.STOPPED for _, state in found) else Unavailable
@@ -176,17 +175,15 @@ def _comparable(given: str, names: Iterable[str]) -> Iterator[str]:
         yield name
 
 
-# Larger bodies, or those with more lists and objects, are scanned for their model instead of parsed: orjson would hold
-# the GIL for more than 2 ms.
+# Larger bodies, or bodies with more lists and objects, are scanned instead of parsed, since orjson would hold the GIL
+# for more than 2 ms.
 PARSED_BYTES = 64 * 1024
 _PARSED_LISTS = 4096
-# A scan begins on the event loop, which suffices for most bodies; after this time it goes on on a thread.
-_ON_LOOP_S = 0.0005
+_ON_LOOP_S = 0.0005  # a longer scan continues on a thread
 
 
 class ModelScans:
-    """Finds `model` in bodies, taking turns by caller (`TURNS_OF`): on the event loop, and for long bodies on a
-    thread."""
+    """Finds `model` in bodies, in turns by caller (`TURNS_OF`): on the event loop, or on a thread for long bodies."""
 
     def __init__(self) -> None:
         self._turns = WorkTurns()
@@ -241,16 +238,15 @@ def _parses_quickly(body: bytes | bytearray, start: int) -> bool:
 SMALL_BYTES = 64 * 1024
 _SMALL_BODIES_BYTES = 64 * 2**20
 _LARGE_BODIES_BYTES = 256 * 2**20
-# The largest part of a budget that calls to one instance may hold: while it hangs, other instances are served.
+# Calls to one instance may hold at most a quarter of a budget, so that a hanging instance does not block others.
 _INSTANCE_SHARE = 4
-# The largest part of a budget for the bodies of one caller; without keys, of one connection.
+# The bodies of one caller, or of one connection without keys, may hold at most half of a budget.
 _SHARE = 2
-_SMALL_DIGITS = 9  # a longer Content-Length is not a small body
-# Replies are charged to the budget of large bodies even if they exceed it; above this multiple of that budget new
-# calls are refused.
+_SMALL_DIGITS = 9
+# Replies are charged to the budget of large bodies even if they exceed it; above this multiple, new calls are refused.
 _REPLIES = 2
 
-# The least charge of a call, which takes memory besides its body, so that many small calls are bounded too.
+# Minimum charge of a call, for its memory besides the body.
 MIN_HELD_BYTES = 1024
 
 HeldKey = tuple[str, str | None, ByteBudget]
@@ -258,7 +254,7 @@ HeldKey = tuple[str, str | None, ByteBudget]
 
 
 class ReadBody(NamedTuple):
-    """A buffer with a request's head, and its body from `start` on; the bytes charged for it, and their budget."""
+    """A buffer with a request's head and its body from `start` on; the bytes charged, and their budget."""
 
     payload: bytearray
     start: int
@@ -267,9 +263,9 @@ class ReadBody(NamedTuple):
 
 
 class Bodies:
-    """Budgets of the bytes of requests and replies in memory, one for small and one for large bodies.
+    """Memory budgets of requests and replies, one for small and one for large bodies.
 
-    The calls to one instance, and the bodies of one caller or connection, hold at most a part of them.
+    One instance, caller or connection can hold only a part of a budget.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -360,7 +356,7 @@ class Bodies:
 
 
 class Holding:
-    """A context manager that counts `count` more as held under each of `keys`."""
+    """A context manager that adds `count` to the bytes held under each of `keys`."""
 
     __slots__ = ("_count", "_held", "_keys")
 

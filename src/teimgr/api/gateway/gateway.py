@@ -1,6 +1,6 @@
-"""The inference gateway: forwards each HTTP request to a worker of the model that it names, and returns the reply.
+"""The inference gateway: forwards each HTTP request to a worker of its model and returns the reply.
 
-`api/gateway/routes.py` lists the routes; bodies are parsed and answers written by the workers (`worker/dialects/`).
+`api/gateway/routes.py` lists the routes; workers parse bodies and write replies (`worker/dialects/`).
 """
 
 from __future__ import annotations
@@ -83,18 +83,17 @@ from teimgr.worker.tenant_meter import EntryMeters
 
 log = logging.getLogger(__name__)
 
-# The request headers that a dialect may read.
+# Request headers that dialects read.
 _HEADERS = ("content-type", "accept", "content-encoding", DIALECT_HEADER, LANE_KEY, EXPECT_KEY)
 _KEYS = [(name, name.encode()) for name in _HEADERS]
 _OWNER = "teimgr"
-# Vectors as JSON are four times as large as over gRPC.
-_MAX_REPLY_BYTES = 256 * 2**20
+_MAX_REPLY_BYTES = 256 * 2**20  # vectors as JSON take four times the bytes of gRPC
 
 
 class _Call(NamedTuple):
-    """A request for the model or instance that its path names (`named`), else its body's `model`.
+    """A request for the model or instance in its path (`named`), or the body's `model`.
 
-    `holder` is the caller whose bytes are counted, as in `Bodies.held_for`.
+    `holder` is the caller charged for its bytes, as in `Bodies.held_for`.
     """
 
     head: HttpRequest
@@ -106,11 +105,10 @@ class _Call(NamedTuple):
 
 
 class Gateway:
-    """Forwards inference requests to workers. It follows `directory` from its construction to `close`.
+    """Forwards inference requests to workers. It follows `directory` until `close`.
 
-    `identity` is that of this node in a fleet of several hosts: workers of other nodes are then reached over mutual
-    TLS. `views` are the instances, for facts about their models; `rates` are the buckets of tenants; `loads` loads
-    models on demand.
+    `identity` is this node's identity in a cluster, for mutual TLS to workers of other nodes. `views` are the
+    instances, `rates` the buckets of tenants; `loads` loads models on demand.
     """
 
     def __init__(
@@ -129,7 +127,7 @@ class Gateway:
         self._timeout_s = float(settings.inference_timeout_secs) or None
         limit_bytes = min(settings.inference_max_body_mb, settings.grpc_max_message_size_mb) * 2**20
         self._bodies = Bodies(limit_bytes)
-        self.reply_budget = self._bodies.large  # of long replies
+        self.reply_budget = self._bodies.large
         self._router = Router(
             LinkLimits(max_message_bytes=limit_bytes + MAX_HEAD_BYTES, max_reply_bytes=_MAX_REPLY_BYTES),
             identity,
@@ -269,7 +267,7 @@ class Gateway:
         except SlowClient:
             return error_bodies.refusal(dialect, 408, "The request body did not come in time")
         except Exception:
-            log.exception("an inference request failed", extra={"path": path.path})
+            log.exception("inference request failed", extra={"path": path.path})
             return error_bodies.failure(dialect, Internal("Internal error: see the daemon's log"))
 
     async def _call_worker(self, call: _Call) -> HttpReply:
@@ -331,12 +329,12 @@ class Gateway:
             if len(body.payload) == body.start:
                 raise InvalidInput("missing request body")
             model = known_name(names, model)
-        elif model and inner.startswith("/v1/"):  # Ollama's port has these routes too
+        elif model and inner.startswith("/v1/"):  # OpenAI's routes on Ollama's port
             model = names.spelt_here(model)
         return names.lease(model, kinds_of(inner))
 
     def _names_for(self, caller: Caller) -> ModelNames:
-        if caller is ANONYMOUS:  # without authentication every name may be listed
+        if caller is ANONYMOUS:  # without authentication, all names may be listed
             return self._names
         return self._names_of(caller)
 
@@ -382,13 +380,13 @@ class Gateway:
             return Response(reply.body, reply.status, dict(reply.headers))
         if names.model_id(name) is not None:
             [row] = await self._rows.rows([name], *self._asker(request), self.aliases)
-        else:  # a call would create an instance of it
+        else:  # without an instance; a call would create one
             caller = caller_of(request.scope)
             row = orjson.dumps(ModelCards((), names.model_id, self._since, _OWNER, caller.is_operator).card(name))
         return Response(row, headers=dict(JSON_TYPE))
 
 
-# Dialects whose clients read OpenAI's headers.
+# Dialects whose clients read OpenAI's rate-limit headers.
 _RATE_DIALECTS = (OPENAI, TEI_OPENAI, VLLM)
 
 

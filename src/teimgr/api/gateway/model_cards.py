@@ -1,7 +1,7 @@
-"""`GET /v1/models`: one list that the clients of OpenAI, vLLM, SIE, Infinity, Xinference and Cohere can read.
+"""`GET /v1/models`: one list for the clients of OpenAI, vLLM, SIE, Infinity, Xinference and Cohere.
 
-A card is the union of their model objects, and the list is under `data` and under `models`. Also here: Infinity's
-health, vLLM's health and version, Cohere's check of an API key, and the probes of Weaviate.
+A card is the union of their model objects; the list is in both `data` and `models`. Also Infinity's health, vLLM's
+health and version, Cohere's check of an API key, and Weaviate's probes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ WEAVIATE_PROBES = tuple(f"{base}/.well-known/{name}" for base in WEAVIATE_BASES 
 WEAVIATE_META = tuple(f"{base}/meta" for base in WEAVIATE_BASES)
 COHERE_CHECKS = ("/v1/check-api-key", "/cohere/v1/check-api-key")
 
-# SIE's words.
+# SIE's names of states.
 _STATES = {State.RUNNING: "loaded", State.STARTING: "loading", State.STOPPING: "unloading", State.FAILED: "failed"}
 _BEST_FIRST = (State.RUNNING, State.STARTING, State.UNLOADED, State.STOPPING, State.FAILED, State.STOPPED)
-# Of models that are loaded on demand.
+# States of models on demand.
 _RESIDENCE = {
     State.RUNNING: "ready",
     State.STARTING: "loading",
@@ -42,7 +42,7 @@ _RESIDENCE = {
     State.FAILED: "failed",
     State.STOPPED: "stopped",
 }
-# Infinity's and Cohere's words.
+# Infinity's and Cohere's names of kinds.
 _CAPABILITIES: dict[str, str] = {
     Kind.RERANKER: "rerank",
     Kind.CLASSIFIER: "classify",
@@ -59,7 +59,7 @@ _OUTPUTS = {"dense": "dense", "sparse": "sparse", "multi-vector": "multivector",
 
 
 class _Listed(NamedTuple):
-    """The last list that was asked for, and the objects from which it was made. A change of an instance drops it."""
+    """The last requested list and the objects it was made from; any change of an instance drops it."""
 
     names: Sequence[str]
     aliases: Iterable[str]
@@ -68,10 +68,10 @@ class _Listed(NamedTuple):
 
 
 class CardRows:
-    """The cards of names as JSON; each is made again only after its instance or its model has changed.
+    """Cached JSON cards of names; a card is rebuilt only after its instance or model has changed.
 
-    `cards` makes them, for an owner and a caller; `routed` follows the directory. Callers with the same instances and
-    rights share rows, and the whole list while nothing changes: with thousands of names it takes megabytes.
+    `cards` makes them for an owner and a caller; `routed` follows the directory. Callers with the same instances and
+    rights share the rows, and the list while nothing changes, since thousands of names take megabytes.
     """
 
     def __init__(self, cards: Callable[[str, Caller], ModelCards]) -> None:
@@ -120,7 +120,7 @@ class CardRows:
     async def rows(self, names: Sequence[str], owner: str, caller: Caller, aliases: Iterable[str] = ()) -> list[bytes]:
         """Return the rows of these names in their order."""
         rows = self._rows[owner, caller.is_operator, caller.instances]
-        for alias in aliases:  # the instance behind it may have changed
+        for alias in aliases:  # its target may have changed
             rows.pop(alias, None)
         found = [rows.get(name, b"") for name in names]
         missing = [place for place, row in enumerate(found) if not row] if b"" in found else []
@@ -135,7 +135,7 @@ class CardRows:
 
 
 class ModelCards:
-    """The cards of names; a name may be an instance, an alias or a model id, and `model_id` resolves it.
+    """The cards of names: instances, aliases or model ids; `model_id` resolves a name.
 
     Paths of the host and reasons of failures are included only if `is_for_operator`.
     """
@@ -154,7 +154,7 @@ class ModelCards:
         self._is_for_operator = is_for_operator
         self._by_name: dict[str, InstanceView] = {}
         self._by_model: defaultdict[str, list[InstanceView]] = defaultdict(list)
-        self._first: dict[str, InstanceView] = {}  # of each model that has one which may serve
+        self._first: dict[str, InstanceView] = {}  # best instance of each model
         for view in views:
             self._by_name[view.spec.name] = view
             self._by_model[view.spec.model_id].append(view)
@@ -183,7 +183,7 @@ class ModelCards:
             "state": state,
             "loaded": state == "loaded",
             "last_error": self._error(view),
-            "stats": {},  # Infinity's clients need the key; the figures are on /metrics
+            "stats": {},  # required by Infinity's clients; see /metrics
             "backend": "torch",
             "inputs": list(model.modalities) if model else ["text"],
         }
@@ -191,7 +191,7 @@ class ModelCards:
             card["residence"] = _RESIDENCE[view.state]
         first = self._first.get(view.spec.model_id) if view is not None and name in self._by_name else None
         if view is not None and first is not None and (other := other_space(view, (first,))) is not None:
-            card["by_name_only"] = f"calls by the model id are answered in the space of instance '{other}'"
+            card["by_name_only"] = f"calls by model id use the embedding space of instance '{other}'"
         return card | (_facts(model) if model else {"capabilities": [], "outputs": [], "dims": {}, "endpoints": []})
 
     def _error(self, view: InstanceView | None) -> dict[str, Any] | None:

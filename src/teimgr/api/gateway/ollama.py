@@ -1,6 +1,6 @@
-"""Ollama's routes besides embedding: lists of models and of loaded ones, and facts about one.
+"""Ollama's routes other than embedding: models, loaded models, details of a model.
 
-Routes that generate text or change models are refused by name. Model names may be written as Ollama writes them.
+Routes that generate text or change models are refused. Model names may have Ollama's form.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from teimgr.wire.frames import HttpReply
 from teimgr.wire.routing.on_demand import ModelStays
 
 _NOT_SERVED = 501
-_TEXT = "the models of this server do not support {}: they embed, by /api/embed"
-_MANAGED = "{} is not supported: models are managed by `teimgr create` and its kin"
+_TEXT = "the models of this server do not support {}: use /api/embed for embeddings"
+_MANAGED = "{} is not supported: manage models with `teimgr create` and other commands"
 GENERATE, CHAT, PULL = "/api/generate", "/api/chat", "/api/pull"
 REFUSED: Mapping[tuple[str, str], str] = {
     (method, path): _MANAGED.format(path)
@@ -42,11 +42,10 @@ REFUSED: Mapping[tuple[str, str], str] = {
         ("GET", "/api/blobs/{digest}"),
     )
 }
-"""Routes of Ollama that are answered with 501 and this sentence."""
+"""Routes of Ollama answered with 501 and this sentence."""
 
-# The release whose API this implements; clients compare it before they use a route.
-API_VERSION = "0.33.0"
-# Expiry of a model that is not unloaded: Ollama counts 292 years from now.
+API_VERSION = "0.33.0"  # clients compare it before they use a route
+# Expiry of a model that is never unloaded; Ollama adds 292 years to the current time.
 _FOR_EVER = "2318-01-01T00:00:00Z"
 _OLLAMA_PORT_PATHS = ("/api/", "/v1/")
 _MAX_BODY_BYTES = 64 * 1024
@@ -66,8 +65,7 @@ def known_name(names: ModelNames, model: str | None) -> str | None:
 
 
 class OllamaPort:
-    """The routes on Ollama's own port: `/` as in Ollama, but neither the page nor the routes that control the
-    daemon."""
+    """The routes on Ollama's own port: `/` as in Ollama, without the page and the daemon's control routes."""
 
     def __init__(self, app: ASGIApp, port: int) -> None:
         self._app = app
@@ -85,7 +83,7 @@ class OllamaPort:
 
 
 class _Listed(NamedTuple):
-    """A name that requests may use, and the best of its instances."""
+    """A usable model name and its best instance."""
 
     name: str
     model_id: str
@@ -93,9 +91,9 @@ class _Listed(NamedTuple):
 
 
 class OllamaRoutes:
-    """Ollama's routes; `names_for` and `views` are those of the gateway, which started at `created`.
+    """Ollama's routes; `names_for` and `views` belong to the gateway, which started at `created`.
 
-    `loads` decides how long models stay loaded.
+    `loads` determines how long models stay loaded.
     """
 
     def __init__(
@@ -282,9 +280,9 @@ async def _body(request: Request) -> dict[str, Any]:
     try:
         body = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise InvalidInput(f"The body is no JSON: {error}") from error
+        raise InvalidInput(f"The body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise InvalidInput("The body is not an object")
+        raise InvalidInput("The body is not a JSON object")
     return body
 
 

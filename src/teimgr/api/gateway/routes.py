@@ -1,8 +1,8 @@
 """The inference routes with their dialects, and their OpenAPI for the daemon's document.
 
-If several products share a path, the first dialect listed is the default. The header `x-teimgr-dialect` selects another
-one, as does a prefix of the path: `/infinity/classify` is Infinity's. OpenAPI's requests and schemas come from
-`openapi.json`, which `worker/dialects/openapi.py` generates from the request classes.
+If several products share a path, the first dialect is the default. The header `x-teimgr-dialect` or a path prefix
+(`/infinity/classify`) selects another one. Requests and schemas come from `openapi.json`, which
+`worker/dialects/openapi.py` generates.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ DIALECT_HEADER = "x-teimgr-dialect"
 
 
 class DialectPath(NamedTuple):
-    """A route of POST: `path` is Starlette's template, `inner` the path in the worker.
+    """A POST route: `path` is Starlette's template, `inner` the path in the worker.
 
-    `{model}` or `{name}` in the template names the model or the instance; otherwise the body names it. `others` are the
-    dialects that may be chosen instead of `dialect`.
+    `{model}` or `{name}` in the template is the model or instance; otherwise the body names it. `others` are the
+    dialects that can be selected instead of `dialect`.
     """
 
     path: str
@@ -50,13 +50,13 @@ class DialectPath(NamedTuple):
 
 
 PREFIXED = (JINA, VLLM, INFINITY, VOYAGE, COHERE)
-"""Dialects whose paths also exist under `/<dialect>`, for clients that select theirs by the base URL."""
+"""Dialects whose paths also exist under `/<dialect>`, for clients that configure a base URL."""
 
 MODEL_LISTS = ("/v1/models", "/infinity/models", *(f"/{dialect}/v1/models" for dialect in PREFIXED))
 MODEL_CARDS = tuple(f"{path}/{{model:path}}" for path in MODEL_LISTS if path.endswith("/v1/models"))
 
 OLLAMA_TAGS, OLLAMA_RUNNING, OLLAMA_VERSION, OLLAMA_SHOW = "/api/tags", "/api/ps", "/api/version", "/api/show"
-# Weaviate's requests name no model; an instance may be in the path.
+# Weaviate's requests name no model, so the path may name an instance.
 WEAVIATE_BASES = ("/weaviate", "/weaviate/{name}")
 
 
@@ -118,11 +118,11 @@ _TEI = (
 
 
 INFO = DialectPath(_INSTANCE + "/info", TEI, "/info")
-"""The only GET route that a worker answers; it is not inference."""
+"""The only GET route answered by a worker; it is not inference."""
 
 
 class InferenceCall(NamedTuple):
-    """A parsed target: its route, the `name` or `model` in its path, and its query."""
+    """A parsed target: route, the `name` or `model` in its path, and query."""
 
     path: DialectPath
     named: Mapping[str, str] = MappingProxyType({})
@@ -150,12 +150,12 @@ def paths() -> Iterator[DialectPath]:
 
 _TAG = "inference"
 _NOTES = {
-    "400": "the request breaks a rule, or the model does not do this",
-    "404": "the name is unknown; the text lists similar ones",
+    "400": "invalid request, or not supported by the model",
+    "404": "unknown name; the text lists similar ones",
     "413": "the body is over the limit",
     "415": "another content type",
-    "422": "the request breaks a rule (TEI)",
-    "424": "inference failed, or the model does not do this (TEI)",
+    "422": "invalid request (TEI)",
+    "424": "inference failed, or not supported by the model (TEI)",
     "429": "too many requests; Retry-After is set",
     "503": "the instance does not run; Retry-After is set",
 }
@@ -185,7 +185,7 @@ def _file() -> dict[str, Any]:
 
 def _paths() -> dict[str, Any]:
     ok = {"200": {"description": "OK", "content": _json({"type": "object"})}}
-    not_found = {"404": _failure("the name is unknown")}
+    not_found = {"404": _failure("unknown name")}
     paths_of: dict[str, Any] = {}
     for path in MODEL_LISTS:
         prefix = path.removesuffix("/v1/models")
@@ -194,19 +194,19 @@ def _paths() -> dict[str, Any]:
             paths_of[path + "/{model}"] = _get("One of them", ok | not_found, "model", suffix=prefix)
     paths_of[OLLAMA_TAGS] = _get("Ollama's list of models", ok)
     paths_of[OLLAMA_RUNNING] = _get("Ollama's list of loaded models", ok)
-    paths_of[OLLAMA_VERSION] = _get("The release of Ollama whose API this is", ok)
+    paths_of[OLLAMA_VERSION] = _get("The compatible version of Ollama", ok)
     for one in paths():
         paths_of[one.path.replace(":path}", "}")] = {"post": _post(one)}
     failures = {status: _failure(_NOTES[status]) for status in ("404", "503")}
     failures["default"] = _failure("a failure")
-    paths_of[INFO.path] = _get("The model and its limits, in the form of TEI", ok | failures, "name")
+    paths_of[INFO.path] = _get("The model and its limits, in TEI's format", ok | failures, "name")
     return paths_of
 
 
 def _post(path: DialectPath) -> dict[str, Any]:
     known = _file()["operations"][path.dialect][path.inner]
     others = " or ".join(path.others)
-    also = f" The header `{DIALECT_HEADER}`, or a path below `/{path.others[-1]}`, chooses {others}." if others else ""
+    also = f" The header `{DIALECT_HEADER}`, or a path below `/{path.others[-1]}`, selects {others}." if others else ""
     return {
         "tags": [_TAG],
         "summary": known["summary"],

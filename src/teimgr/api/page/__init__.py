@@ -1,1 +1,1 @@
-"""The web page at `/` of the REST port: views, live figures, sign-in. Its scripts change things over REST."""
+"""The web page at `/` of the REST port: views, live figures, sign-in. Its scripts make changes over REST."""

@@ -1,4 +1,4 @@
-"""Static files of the page: read and compressed once, cached by browsers as long as their digest is the same."""
+"""Static files of the page: read and compressed once, cached by browsers until their digest changes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    # Not no-referrer: forms would be sent with `Origin: null`.
+    # With no-referrer, forms would be sent with `Origin: null`.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 _FOR_EVER = "public, max-age=31536000, immutable"
-# Level 9 takes the time of one start; HTML is compressed at each view.
+# Static files are compressed once at the start, HTML at each view.
 _STATIC_LEVEL, _HTML_LEVEL = 9, 4
 # HTML that is compressed on the event loop: in some 5 ms.
 _SMALL_BYTES = 2**18
@@ -43,7 +43,7 @@ class Asset(NamedTuple):
 
 
 class Assets:
-    """All files of `static/`, with one digest of them all, which is part of their paths."""
+    """All files of `static/`; their paths contain one common digest."""
 
     def __init__(self) -> None:
         self._files: dict[str, Asset] = {}

@@ -1,7 +1,7 @@
 """Live figures of the fleet: rates, latency, queue and memory of each instance over the last minutes and the last hour.
 
-A sampler reads the workers' counters: every 2 s while a page is open, else every 15 s, so that a page that is opened in
-an incident shows what led to it. Histories are bounded rings of 32-bit floats, some 17 kB per instance.
+A sampler reads the workers' counters every 2 s while a page is open, otherwise every 15 s, so that a page opened during
+an incident shows its history. Histories are bounded rings of 32-bit floats, about 17 kB per instance.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ FINE_POINTS = 150  # 5 min
 COARSE_POINTS = 240  # 1 h
 LATENCY_WINDOW_S = 60.0
 OVERLOADED_S = 300.0
-"""Refusals for so long are an alarm; a minute without any ends them."""
+"""Refusals for this time raise an alarm; one minute without any ends it."""
 _CALM_S = 60.0
-# After a view without a stream, such as the first of a page, the fine rhythm goes on for so long.
-_LINGER_S = 20.0
+_LINGER_S = 20.0  # of the 2 s interval after a view without a stream
 _NAN = float("nan")
 
 
 class Point(NamedTuple):
-    """Figures of an instance over one interval; latencies and rates are NaN where nothing is known.
+    """Figures of an instance over one interval; unknown latencies and rates are NaN.
 
-    `time` is Unix time in seconds; rates are per second, latencies seconds, memory bytes, `busy` a share of the time.
-    `refused` calls found the workers full; they are not among the `failures`.
+    `time` is Unix time in seconds; rates are per second, latencies in seconds, memory in bytes, `busy` is a fraction.
+    `refused` calls, for which workers were full, are not counted in `failures`.
     """
 
     time: float
@@ -61,7 +60,7 @@ WIDTH = len(Point._fields) - 1
 
 
 class Ring:
-    """The last `most` points, as arrays: a thousand instances would not fit as objects."""
+    """The last `most` points, as arrays, since objects would take too much memory for a thousand instances."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -91,7 +90,7 @@ class Ring:
 
 
 class _Interval(NamedTuple):
-    """Calls of an interval by duration, for latencies over more than one."""
+    """Calls of an interval by duration, for latencies over several intervals."""
 
     time: float
     by_duration: list[int]
@@ -104,7 +103,7 @@ class Figures:
         self.fine = Ring(FINE_POINTS)
         self.coarse = Ring(COARSE_POINTS)
         self.now: Point | None = None
-        self.answered: Point | None = None  # the last for which a worker answered
+        self.answered: Point | None = None  # last point with a worker's answer
         self._intervals: deque[_Interval] = deque(maxlen=math.ceil(LATENCY_WINDOW_S / WATCHED_S) + 1)
         self._coarse_at = float("-inf")
         self._refusing_since: float | None = None
@@ -161,12 +160,12 @@ _COUNTERS = ("requests", "failures", "refused", "texts", "tokens", "busy_s")
 
 
 class Sampler:
-    """Samples all instances: `run` is its task, `watching` keeps the fine rhythm.
+    """Samples all instances: `run` is its task, `watching` keeps the 2 s interval.
 
     Args:
         scraper: Reads the workers' counters.
         views: The current instances.
-        gpus: Reads the cards, with the memory of processes on them.
+        gpus: Reads the cards and the memory of their processes.
     """
 
     def __init__(self, scraper: Scraper, views: Callable[[], Sequence[InstanceView]], gpus: InventorySource) -> None:
@@ -214,7 +213,7 @@ class Sampler:
     def alarms(self) -> list[str]:
         """Instances that have refused calls for `OVERLOADED_S`."""
         return [
-            f"{name}: overloaded for {each.refuses_for_s / 60:.0f} min: it refuses calls, more come than it can compute"
+            f"{name}: overloaded for {each.refuses_for_s / 60:.0f} min: it refuses calls that exceed its capacity"
             for name, each in self.figures.items()
             if each.refuses_for_s >= OVERLOADED_S
         ]
@@ -235,13 +234,13 @@ class Sampler:
             by_instance.setdefault(each.instance, []).append(each)
         for name in self.figures.keys() - views.keys():
             del self.figures[name]
-        # A worker that did not answer in time is compared with its last answer.
+        # The next answer of a late worker is compared with its last one.
         known = self._before
         self._before = {key: each for key, each in known.items() if clock - each[0] < LATENCY_WINDOW_S}
         for name, view in views.items():
             workers = by_instance.get(name, ())
             if not workers and view.state is State.UNLOADED and name not in self.figures:
-                continue  # of thousands of declared ones those have figures that were loaded
+                continue  # instances that were never loaded have no figures
             memory = _memory(view, on_cards, workers) or _NAN
             point, by_duration = self._point(now, clock, workers, known, memory)
             self.figures.setdefault(name, Figures()).append(point, by_duration, is_fine=is_fine)
@@ -255,7 +254,7 @@ class Sampler:
         known: Mapping[str, tuple[float, Mapping[str, Any]]],
         memory: float,
     ) -> tuple[Point, list[int]]:
-        # A worker that is seen for the first time has no rates yet.
+        # A new worker has no rates yet.
         is_known = any(worker.incarnation in known for worker in workers)
         rates = dict.fromkeys(_COUNTERS, 0.0 if is_known else _NAN)
         durations = [0] * (len(DURATION_BOUNDS) + 1)
@@ -268,7 +267,6 @@ class Sampler:
             seconds = max(clock - before_at, 1e-3)
             for key in _COUNTERS:
                 rates[key] += max(0.0, counters.get(key, 0) - before.get(key, 0)) / seconds
-            # A worker that has not answered has no durations.
             then = before.get("by_duration") or ()
             for index, (count, earlier) in enumerate(zip(counters.get("by_duration") or (), then, strict=False)):
                 durations[index] += max(0, count - earlier)
@@ -287,8 +285,8 @@ class Sampler:
             began = time.monotonic()
             try:
                 await self.sample()
-            except Exception:  # the page without figures is still a page
-                log.exception("the fleet was not sampled")
+            except Exception:  # the page also works without figures
+                log.exception("sampling of the fleet failed")
             while True:
                 self._wake.clear()
                 rest_s = began + (WATCHED_S if self._is_watched else UNWATCHED_S) - time.monotonic()

@@ -1,7 +1,6 @@
 """Form fields of an instance's settings, made from the declaration of its keys (`spec.InstanceSpec`).
 
-The page sends what a form holds to the REST routes, which validate it: a field here only describes how a value is
-entered.
+A field describes only how a value is entered; the REST routes validate it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from teimgr.config.instance_keys import shown_args
 from teimgr.spec import KEYS, InstanceKey, InstanceSpec
 
 Widget = Literal["text", "number", "auto", "count", "choice", "switch", "lines", "pairs"]
-"""auto: a number or "auto"; count: a number or one of `words`; lines: a list of texts; pairs: a table of texts."""
+"""auto: a number or "auto"; count: a number or one of `words`; lines: a list of strings; pairs: a table of strings."""
 
 ESSENTIAL = ("model_id", "name")
-"""The keys that a new instance needs."""
+"""The required keys of a new instance."""
 
 POPULAR = (
     ("sentence-transformers/all-MiniLM-L6-v2", "small and fast, English"),
@@ -28,7 +27,7 @@ POPULAR = (
     ("BAAI/bge-reranker-v2-m3", "reranker, 100 languages"),
     ("cross-encoder/ms-marco-MiniLM-L6-v2", "reranker, small, English"),
 )
-"""Models to begin with; docs/how-to/choose-a-model.md has their figures."""
+"""Suggested models; docs/how-to/choose-a-model.md has their figures."""
 
 _GROUPS: Mapping[str, Mapping[str, str]] = {
     "Model": {
@@ -88,7 +87,7 @@ _DEFAULTS = {
 
 
 class FormField(NamedTuple):
-    """One field: `value` is what the input holds at first, `placeholder` what an empty one means."""
+    """One field: `value` is the initial value, `placeholder` the meaning of an empty input."""
 
     name: str
     label: str

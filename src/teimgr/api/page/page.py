@@ -1,7 +1,7 @@
-"""The web page: its routes, its sampler, its sessions, and its answer to refused requests.
+"""The web page: routes, sampler, sessions, and replies to refused requests.
 
-Views are rendered here from the same parts that the REST routes read, filtered by the same rights; whatever a user
-changes goes from the page's scripts to the REST routes.
+Views are rendered from the same objects as the REST routes, with the same rights. Changes are sent to the REST routes
+by the page's scripts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SIGN_IN, _SIGN_OUT = "/ui/sign-in", "/ui/sign-out"
 
 
 class Page:
-    """The page over the parts of a daemon; `running` samples the fleet meanwhile."""
+    """The page of a daemon; `running` samples the fleet."""
 
     def __init__(self, settings: Settings, manager: Manager, scraper: Scraper, gpus: InventorySource) -> None:
         self.sessions = Sessions(settings.api_port)
@@ -299,7 +299,7 @@ class Page:
         if policy.keys is None:
             return RedirectResponse("/", 303)
         if not is_same_origin(False, request.headers):
-            return await self._sign_in_page(request, "/", "Sign in from this server's own page.", 403)
+            return await self._sign_in_page(request, "/", "Sign in on this server's own page.", 403)
         try:
             body = await read_limited(request.stream(), _SIGN_IN_BYTES)
         except SlowClient:
@@ -311,7 +311,7 @@ class Page:
             caller: Caller = policy.authenticate_digest(request.scope.get(CERTIFICATE, NO_CERTIFICATE), sha256)
         except Unauthenticated as error:
             log.warning("sign-in refused", extra={"reason": error.message})
-            return await self._sign_in_page(request, path, "This key is not known here.", 401)
+            return await self._sign_in_page(request, path, "Unknown API key.", 401)
         if (token := self.sessions.token_in(request.scope)) is not None:
             self.sessions.end(token)
         log.info("signed in", extra={"key": caller.name})
@@ -327,7 +327,7 @@ class Page:
         """A sign-in page or an error page for a browser that asked for a view; None for everything else."""
         request = Request(scope)
         if template == _SIGN_OUT and isinstance(error, Unauthenticated):
-            return RedirectResponse(_SIGN_IN, 303)  # the session has ended already
+            return RedirectResponse(_SIGN_IN, 303)  # the session has ended
         is_view = template is not None and (template in ("/", "/docs") or template.startswith("/ui/"))
         if not is_view or request.method not in ("GET", "HEAD") or "text/html" not in request.headers.get("accept", ""):
             return None
@@ -418,7 +418,7 @@ class Page:
         """Those of the daemon, as /health shows them to the caller, then those of the caller's instances."""
         names, of_instances = not caller_of(request.scope).is_restricted, views.instance_alarms(rows)
         general = all_alarms(self._manager, request.app.state.alarms, names)
-        # The daemon's alarms of failed instances are left out: those of the instances have a link besides.
+        # Alarms of failed instances come from the instances, with a link.
         failed = tuple(f"{each['instance']}: failed: " for each in of_instances)
         return [{"instance": None, "text": text} for text in general if not text.startswith(failed)] + of_instances
 

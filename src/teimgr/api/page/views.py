@@ -1,6 +1,6 @@
-"""Values that the templates and the live streams show, made from views, figures and devices.
+"""Values for the templates and live streams, made from views, figures and devices.
 
-At the end numbers, sizes and times as text: filters of the templates. `static/format.js` has the same for scripts.
+The template filters at the end format numbers, sizes and times, as `static/format.js` does for scripts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _row(view: InstanceView, sampler: Sampler, cards: dict[str, Gpu], host_bytes
     figures = sampler.of(view.spec.name)
     point, as_of = figures.now if view.state is State.RUNNING else None, None
     if point is not None and math.isnan(point.queue) and figures.answered is not None:
-        point, as_of = figures.answered, round(figures.answered.time)  # its workers do not answer
+        point, as_of = figures.answered, round(figures.answered.time)  # its workers did not answer
     on = [cards[uuid] for uuid in dict.fromkeys(worker.gpu for worker in view.workers) if uuid in cards]
     total = sum(card.memory_total_bytes or 0 for card in on) if on else host_bytes
     memory = None if figures.now is None or math.isnan(figures.now.memory) else int(figures.now.memory)
@@ -69,7 +69,7 @@ def _row(view: InstanceView, sampler: Sampler, cards: dict[str, Gpu], host_bytes
         "queue": None if point is None or math.isnan(point.queue) else int(point.queue),
         "p99": _milliseconds(figures.percentile(0.99, now)) if point else None,
         "as_of": as_of,
-        "silent": [None if each is None else round(each) for each in silent],  # of each worker, the last answer
+        "silent": [None if each is None else round(each) for each in silent],  # time of each worker's last answer
         "spark": _spark(figures, now) if point else [],
         "workers": f"{running}/{len(view.workers)}{mute}" if len(view.workers) > 1 else "",
         "tags": dict(view.spec.tags),
@@ -241,11 +241,11 @@ def _scaled_row(view: InstanceView, figures: dict[str, Any], events: EventLog | 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SPARK_WIDTH, _SPARK_HEIGHT = 96, 24
-_SPARK_MIN = 100.0  # self-tests of an idle fleet are not load
+_SPARK_MIN = 100.0  # hides self-tests of an idle fleet
 SPARK_POINTS = 20
-"""Those of five minutes at the pace of an hour's chart."""
+"""Points of five minutes at the resolution of the hour's chart."""
 NOTHING = "–"
-SCALE_END_MS = 248_000  # where the buckets of durations end, less the rounding
+SCALE_END_MS = 248_000  # upper end of the duration buckets, minus rounding
 
 
 def size(count: float | None) -> str:

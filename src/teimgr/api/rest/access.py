@@ -1,8 +1,7 @@
-"""Authorisation of requests: the right that each route requires, and the decision about a caller.
+"""Authorisation of requests: the right required by each route, and the decision about a caller.
 
-The decision is the same for all requests of REST: the middleware applies it to those of the application, `Inference`
-to its own. A route that is missing in `PERMISSIONS` requires the right to administer, so an omission is safe; a test
-compares the table with the application's routes.
+The middleware applies it to requests of the application, `Inference` to inference requests. A route missing in
+`PERMISSIONS` requires the right to administer, so an omission is safe; a test compares the table with the routes.
 """
 
 from __future__ import annotations
@@ -55,27 +54,26 @@ from teimgr.http.bodies import foreign_page
 from teimgr.http.connection_gate import sender_of
 
 READS = ("GET", "HEAD", "OPTIONS")
-# As it is sent: that of a file of the host, each byte written in three. No longer one is matched, which takes long.
+# Limit of the raw path: a longest file path (4 KiB), percent-encoded. Longer paths would take long to match.
 MAX_PATH_BYTES = 12 * 1024
-# Longer paths are not cached, so that callers cannot fill the memory with them.
+# Longer paths are not cached, so that callers cannot fill the memory.
 _CACHED_PATHS, _CACHED_CHARS = 4096, 256
-# How many checked credentials are kept, with their callers.
 _MAX_KNOWN, _MAX_CREDENTIAL_BYTES = 4096, 4096
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"cookie"))
-# Every request of a web page that changes something has one of these.
+# Every request of a web page with a side effect has one of these.
 _OF_PAGES = frozenset((b"origin", b"sec-fetch-site"))
 _KEY_HEADERS = frozenset((b"authorization", b"x-api-key"))
 _HOST_NAME = socket.gethostname()
 
 
 class Permission(NamedTuple):
-    """What a route requires of its caller.
+    """The requirements of a route.
 
     Attributes:
-        rights: One of these; empty requires a known caller and no right.
+        rights: One of these is required; empty: any authenticated caller.
         is_public: No authentication.
-        is_fleet_wide: The route concerns more than one instance, so keys for some instances only are rejected. Where it
-            is False and the path has no `{name}`, the route itself checks the instances of the caller's key.
+        is_fleet_wide: The route concerns several instances, so keys restricted to some instances are rejected. If it is
+            False and the path has no `{name}`, the route itself checks the instances of the key.
     """
 
     rights: frozenset[Right] = frozenset()
@@ -84,7 +82,7 @@ class Permission(NamedTuple):
 
 
 class MatchedRoute(NamedTuple):
-    """The requirements of a request: the permission of its route, the names in its path, and the route's template."""
+    """The permission of a request's route, the names in its path, and the route's template."""
 
     permission: Permission
     named: Mapping[str, str] = MappingProxyType({})
@@ -100,7 +98,7 @@ class MatchedRoute(NamedTuple):
         if "name" in self.named:
             caller.require_instance(self.named["name"])
         elif self.permission.is_fleet_wide and caller.is_restricted:
-            raise Forbidden(f"The key '{caller.name}' is for some instances only, and this is about all")
+            raise Forbidden(f"The key '{caller.name}' is restricted to some instances, but this concerns all")
 
 
 PUBLIC = Permission(is_public=True)
@@ -110,7 +108,7 @@ READ_ALL = READ._replace(is_fleet_wide=True)
 ADMIN = Permission(frozenset({Right.ADMIN}))
 ADMIN_ALL = ADMIN._replace(is_fleet_wide=True)
 INFERENCE = Permission(frozenset({Right.INFERENCE}))
-# What clients of inference look up before they send a request.
+# Read by inference clients before they send a request.
 EITHER = Permission(frozenset({Right.INFERENCE, Right.READ}))
 
 PERMISSIONS: dict[str, Permission] = {
@@ -120,7 +118,7 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /metrics": READ_ALL,
     "GET /metrics/scaling": READ_ALL,
     "GET /docs": KNOWN,
-    "GET /docs/errors": PUBLIC,  # explains a refused key too
+    "GET /docs/errors": PUBLIC,  # also explains a refused key
     "GET /openapi.json": KNOWN,
     "GET /instances": READ,
     "POST /instances": ADMIN,
@@ -247,7 +245,7 @@ class Access:
         self._settings = settings
         self._permissions = RoutePermissions(routes)
         self._sessions = sessions
-        self._checked: OrderedDict[bytes, str] = OrderedDict()  # names of keys by digests of credentials
+        self._checked: OrderedDict[bytes, str] = OrderedDict()  # key names by digests of credentials
         policy.subscribe(self._checked.clear)
 
     def whose(self, scope: Scope) -> Hashable:
@@ -274,7 +272,7 @@ class Access:
             Replaced: its successor would not have the change: its state is read once, or has been already.
         """
         rights = self.route(scope["method"], scope["path"]).permission.rights
-        if self._is_left() and rights and Right.READ not in rights:  # a lookup by POST requires either right
+        if self._is_left() and rights and Right.READ not in rights:  # POST is also used for lookups
             raise Replaced
 
     def check(self, scope: Scope, headers: Mapping[bytes, bytes], route: MatchedRoute | None = None) -> Caller:
@@ -319,7 +317,7 @@ class Access:
             return
         if reads and (route or self.route(scope["method"], scope["path"])).permission.is_public:
             return
-        raise Forbidden(f"a web page ({page}) gets no answer here: its origin is not in allowed_origins")
+        raise Forbidden(f"requests of web page {page} are refused: its origin is not in allowed_origins")
 
     def _authenticate(self, policy: Policy, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller:
         """The caller by the key in the headers, else by the session of our page."""
@@ -328,7 +326,7 @@ class Access:
         if self._sessions is None or token is None or policy.keys is None:
             return authenticate_request(policy, scope, headers)
         if not is_same_origin(scope["method"] in READS, _text(headers)):
-            raise Forbidden("a session is for the pages of this server alone: send an API key")
+            raise Forbidden("a session is valid only for pages of this server: send an API key")
         return policy.authenticate_digest(scope.get(CERTIFICATE, NO_CERTIFICATE), self._sessions.key_of(token))
 
 

@@ -1,6 +1,6 @@
 """Composition of the REST application (routers, error handlers, middleware), TLS of its listener, and `Inference`.
 
-The handshake verifies that a client's certificate chains to the authority; the allow-lists are applied per request
+The TLS handshake verifies a client certificate's chain. The allow-lists are applied per request
 (`middleware.Authentication`), so that a rejected client gets a reason.
 """
 
@@ -99,9 +99,9 @@ _BY_PREFIX = {"Vary": "X-Forwarded-Prefix"}
 
 
 class PageRoutes(NamedTuple):
-    """The web page as the application needs it: its routes, its sessions, and its answer to a refused request.
+    """The web page's part of the application: routes, sessions, and its reply to a refused request.
 
-    `shell` makes a view of the HTML of /docs.
+    `shell` wraps the HTML of /docs in the page's layout.
     """
 
     routes: Sequence[BaseRoute]
@@ -110,7 +110,7 @@ class PageRoutes(NamedTuple):
     shell: Callable[[Request, str], Awaitable[Response]]
 
 
-# FastAPI's own route would make the document on the event loop: half a second of a core, at the first request.
+# FastAPI's own route would make the document on the event loop, which takes half a second.
 @docs.get(_OPENAPI)
 async def openapi(request: Request) -> Response:
     document = await asyncio.to_thread(_document, request.app)
@@ -187,7 +187,7 @@ def create_app(
     app.state.restarter = restarter
     app.state.events, app.state.live_probe, app.state.reloader = event_log, live_probe, reloader
     for router in _routers(app.state):
-        # Not `include_router`, which makes every route again at the first request: 0.2 s that this caller waits.
+        # Not `include_router`, which rebuilds every route at the first request (0.2 s).
         app.router.routes.extend(router.routes)
     if gateway is not None:
         app.router.routes.extend(gateway.routes())
@@ -259,7 +259,7 @@ def reconfigure(app: FastAPI, settings: Settings) -> None:
 
 
 class TlsHttpProtocol(HttpProtocol):
-    """HTTP/1.1 over TLS that puts the client certificate's names into the scope of each request."""
+    """HTTP/1.1 over TLS; puts the client certificate's names into each scope."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -287,7 +287,7 @@ def certificate_scope(transport: asyncio.Transport) -> dict[str, Any]:
 
 
 class RestTls:
-    """TLS of the REST listener, renewed when its files change; off without files.
+    """TLS of the REST listener, reloaded when its files change; off without files.
 
     Raises:
         InvalidConfig: the files cannot be used.
@@ -344,15 +344,15 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 
 _BY_TEMPLATE = {path.path: path for path in paths()}
 _POST = "POST"
-# Of a response to a web page, as those of the application.
+# For replies to web pages, as in the application.
 _CORS = {"access-control-allow-origin": "*", "access-control-expose-headers": "*", "vary": "Origin"}
 
 
 class Inference:
-    """The way in for inference: each request to one of its routes, of any size and caller, over HTTP/1.1 and HTTP/2.
+    """Handles all inference requests, over HTTP/1.1 and HTTP/2, without the ASGI application.
 
-    It does not pass the application: the protocol of the connection asks this object about the head of each request,
-    and has it answer its own. `access` decides who may make it, and `gateway` has a worker answer it.
+    The connection's protocol passes the head of each request to this object, which answers inference requests.
+    `access` authorises them, and `gateway` forwards them to workers.
     """
 
     def __init__(self, gateway: Gateway, observe: Observe, access: Access, proxies: TrustedProxies) -> None:

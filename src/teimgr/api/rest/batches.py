@@ -21,7 +21,7 @@ router = APIRouter(
 BODY_LIMIT_BYTES = 64 * 1024
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataText = Annotated[str, Field(max_length=512)]
-Limit = Annotated[int, Query(ge=1, le=100, description="most batches of the page")]
+Limit = Annotated[int, Query(ge=1, le=100, description="maximum number of batches per page")]
 
 
 class OutputExpiry(BaseModel):
@@ -29,12 +29,12 @@ class OutputExpiry(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    anchor: Literal["created_at"] = Field(description="the creation of the results")
+    anchor: Literal["created_at"] = Field(description="the time when the results were created")
     seconds: int = Field(ge=MIN_LIFETIME_S, le=LONGEST_LIFETIME_S)
 
 
 class CreateBatch(BaseModel):
-    """What POST /v1/batches takes."""
+    """Body of POST /v1/batches."""
 
     model_config = ConfigDict(
         strict=True,
@@ -52,7 +52,7 @@ class CreateBatch(BaseModel):
 
 
 class RequestCounts(BaseModel):
-    """Requests of a batch: all, and those with a result of either kind."""
+    """Requests of a batch: all, completed and failed ones."""
 
     total: int
     completed: int
@@ -72,7 +72,7 @@ class ReasoningTokens(BaseModel):
 
 
 class BatchUsage(BaseModel):
-    """Tokens of the inputs that have a vector."""
+    """Tokens of the inputs with a result."""
 
     input_tokens: int
     input_tokens_details: CachedTokens
@@ -82,7 +82,7 @@ class BatchUsage(BaseModel):
 
 
 class BatchError(BaseModel):
-    """What is wrong with an input file."""
+    """An error in an input file."""
 
     code: str
     message: str
@@ -103,7 +103,7 @@ class BatchObject(BaseModel):
     id: str
     object: Literal["batch"]
     endpoint: str
-    model: str | None = Field(description="where all requests name the same")
+    model: str | None = Field(description="set if all requests name the same model")
     errors: BatchErrors | None
     input_file_id: str
     completion_window: str

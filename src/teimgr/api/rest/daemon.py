@@ -1,4 +1,4 @@
-"""The process that answers and its successor: /daemon. The settings in effect, and a reload of them: /config."""
+"""The daemon's process and its restart (/daemon); the settings in effect and their reload (/config)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from teimgr.control.supervision.reload import Reloaded, Reloader
 router = APIRouter(tags=["configuration"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
 _WRONG: dict[int | str, dict[str, Any]] = {
-    409: {"model": Failure, "description": "the next daemon does not start, and this one serves on"},
+    409: {"model": Failure, "description": "the next daemon did not start; this one keeps serving"},
 }
 
 
@@ -47,9 +47,9 @@ class Restarter(Protocol):
 
 
 class DaemonProcess(BaseModel):
-    """A daemon's process; `uptime_secs` is missing of one that is about to take over.
+    """A daemon's process; `uptime_secs` is absent for one that is about to take over.
 
-    `is_starting` until it has adopted what an earlier daemon left: where that fails, it ends.
+    `is_starting` until it has adopted the workers of an earlier daemon; it exits if that fails.
     """
 
     pid: int
@@ -84,7 +84,7 @@ async def restart(request: Request) -> Response:
 config_router = APIRouter(tags=["configuration"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
 DryRun = Annotated[bool, Query(description="show the plan and change nothing")]
-Prune = Annotated[bool | None, Query(description="instead of the key prune_seeds")]
+Prune = Annotated[bool | None, Query(description="overrides the key prune_seeds")]
 
 WRONG: dict[int | str, dict[str, Any]] = {400: {"model": Failure, "description": "the configuration is wrong"}}
 

@@ -1,7 +1,6 @@
 """Errors of REST as JSON: every failure is `{"error": sentence, "code": NAME, "timestamp": RFC 3339}`.
 
-The header `Link` leads to the causes and remedies of the code (`error_help`).
-That holds for a domain error, an invalid body, an unknown route and an internal error. Only the last hides its text.
+The header `Link` refers to the causes and remedies of the code (`error_help`). Only internal errors hide their text.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         message = f"No route {request.url.path}{_hint(request)}"
     elif error.status_code == 405:
         allowed = ", ".join(_allowed(request))
-        if request.method == "OPTIONS":  # no preflight, which is answered before
+        if request.method == "OPTIONS":  # preflights are answered earlier
             return Response(headers={"Allow": allowed})
         headers, message = {"Allow": allowed}, f"{request.method} is not allowed here; allowed: {allowed}"
     dialect = dialect_of(request.url.path)
@@ -110,8 +109,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return _error(error.status_code, _HTTP_CODES.get(error.status_code, "HTTP_ERROR"), message, headers)
 
 
-_NEAR = 0.75  # of 0 to 1, for each part of a path
-_MAX_HINTED_CHARS = 80  # a longer path is not a typing error, and takes milliseconds to compare
+_NEAR = 0.75  # minimum similarity of each path segment, 0 to 1
+_MAX_HINTED_CHARS = 80  # longer paths are not typing errors and slow to compare
 _FOREIGN_PREFIXES = ("/api", "/api/v1", "/v1", "/v2")
 _GENERATION = ("/completions", "/responses", "/generate", "/chat", "/messages")
 
@@ -162,12 +161,12 @@ async def _on_invalid_parameters(request: Request, error: Exception) -> Response
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return _error(STATUS[Code.CANCELLED].http, Code.CANCELLED.name, "The caller went away")
+    return _error(STATUS[Code.CANCELLED].http, Code.CANCELLED.name, "The caller disconnected")
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again after this answer, and uvicorn logs it with its traceback.
-    return error_response(Internal("Internal error: the daemon's log has the details"))
+    # Starlette raises the error again after this reply, and uvicorn logs its traceback.
+    return error_response(Internal("Internal error: see the daemon's log"))
 
 
 PATH = "/docs/errors"

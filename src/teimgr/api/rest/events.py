@@ -1,4 +1,4 @@
-"""Server-sent events; GET /events and /instances/{name}/events: a list of the latest fleet events, or a stream."""
+"""Server-sent events; GET /events and /instances/{name}/events: a list or a stream of fleet events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVENT_SCHEMA = {
     "properties": {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["event", "data"],
 }
-# `fastapi.sse` keeps a stream alive for endpoints that are generators alone; these answer with a list too.
+# `fastapi.sse` sends keep-alives only for generator endpoints; these may also return a list.
 _COMMENT = b": still here\n\n"
 
 Instances = Annotated[list[str] | None, Query(alias="instance", description="only of these")]
@@ -151,7 +151,7 @@ async def _stream(
     for event in first:
         yield Event(event.event, event, event.id)
     async for event, missed in event_log.follow(after):
-        if missed:  # the ring overtook this reader
+        if missed:  # the reader was too slow for the ring
             yield Event("missed", {"missed": missed})
         if matches(event):
             yield Event(event.event, known_to(event, covers), event.id)

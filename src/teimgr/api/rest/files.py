@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/files`: https://platform.openai.com/docs/api-reference/files, and pages of its lists."""
+"""OpenAI's `/v1/files` (https://platform.openai.com/docs/api-reference/files), and pagination of its lists."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from teimgr.api.rest.schemas import CLIENT_FAILURE, StrictQueryRoute, answer
 from teimgr.errors import TeimgrError, ValidationError
 from teimgr.http.auth.policy import caller_of
 
-# No part of an upload may take longer than the first to come, nor the whole longer than the second.
-_PART_S, _WHOLE_S = 30.0, 3600.0
+_PART_S, _WHOLE_S = 30.0, 3600.0  # time limits of one part and of a whole upload
 _MAX_FIELDS, _MAX_FIELD_BYTES = 32, 4096
-# What the library takes; RFC 2046 allows 70.
-_MAX_BOUNDARY_BYTES = 256
-# Parameters of a Content-Type or Content-Disposition: the library takes microseconds for each, on the event loop.
-_MAX_PARAMETERS = 64
+_MAX_BOUNDARY_BYTES = 256  # of the library; RFC 2046 allows 70
+_MAX_PARAMETERS = 64  # of a Content-Type or Content-Disposition, parsed on the event loop
 # After refusing a form, drain up to this many bytes, so that a client that still sends reads the error.
 _MAX_DISCARDED_BYTES = 64 * 2**20
 
@@ -33,7 +30,7 @@ Write = Callable[[bytes], Awaitable[None]]
 
 
 class FileForm:
-    """A form as far as it is read. `fields` has the texts by name, `filename` the file's name once it has begun."""
+    """A form as far as it is read. `fields` are its texts by name; `filename` is set when the file begins."""
 
     def __init__(self, boundary: bytes, file_field: str) -> None:
         self.fields: dict[str, str] = {}
@@ -141,13 +138,13 @@ async def read_file_form(request: Request, file_field: str, write: Write) -> Fil
             except TeimgrError:
                 await _discard(body)
                 raise
-            await _discard(body)  # what follows the last boundary
+            await _discard(body)  # reads the data after the last boundary
     except TimeoutError:
         raise HTTPException(408, "The form did not come in time") from None
     if not form.is_complete:
-        raise ValidationError("the form ends before its last boundary")
+        raise ValidationError("the form has no closing boundary")
     if form.filename is None:
-        raise ValidationError(f"{file_field}: is missing in the form")
+        raise ValidationError(f"{file_field}: missing in the form")
     return form
 
 
@@ -201,7 +198,7 @@ class FilePage(BaseModel):
 
 
 class DeletedFile(BaseModel):
-    """The file is gone."""
+    """A deleted file."""
 
     id: str
     object: Literal["file"]
@@ -217,7 +214,7 @@ _FORM = {
                     "type": "object",
                     "required": ["file", "purpose"],
                     "properties": {
-                        "file": {"type": "string", "format": "binary", "description": "lines of JSON, one per request"},
+                        "file": {"type": "string", "format": "binary", "description": "JSON lines, one per request"},
                         "purpose": {"const": BATCH},
                         _ANCHOR: {"const": "created_at"},
                         _SECONDS: {"type": "integer", "minimum": MIN_LIFETIME_S, "maximum": LONGEST_LIFETIME_S},
@@ -229,7 +226,7 @@ _FORM = {
 }
 
 After = Annotated[str | None, Query(description="the id after which the page begins")]
-Limit = Annotated[int, Query(ge=1, le=10_000, description="most files of the page")]
+Limit = Annotated[int, Query(ge=1, le=10_000, description="maximum number of files per page")]
 Order = Annotated[Literal["asc", "desc"], Query(description="by time of creation")]
 Purpose = Annotated[str | None, Query(description="only files of this purpose")]
 
@@ -273,7 +270,7 @@ async def content(request: Request, id: str) -> Response:
     """The bytes of a file."""
     store = _batches(request).files
     found = store.get(caller_of(request.scope).name, id)
-    # Never shown by a browser as a page of this server: anyone with a key may have written it.
+    # A browser must not render it as a page of this server: any key's owner may have written it.
     headers = {"X-Content-Type-Options": "nosniff"}
     return FileResponse(store.path(id), media_type="application/octet-stream", filename=found.filename, headers=headers)
 
@@ -324,7 +321,7 @@ def page_of(members: Sequence[Listed], after: str | None, limit: int) -> dict[st
     if after is not None:
         start = next((place for place, each in enumerate(members, 1) if each.id == after), -1)
         if start < 0:
-            raise ValidationError(f"after: there is no {after[:80]!r} in this list")
+            raise ValidationError(f"after: {after[:80]!r} is not in this list")
     page = members[start : start + limit]
     return {
         "object": "list",

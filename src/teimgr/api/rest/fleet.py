@@ -48,12 +48,12 @@ _ACTIONS = Turns(4)
 
 Action = Literal["start", "stop", "restart", "delete"]
 DryRun = Annotated[bool, Query(description="show the plan and change nothing")]
-By = Annotated[str, Query(description="how to add up: some of key, instance and model, with commas", max_length=64)]
+By = Annotated[str, Query(description="comma-separated grouping: key, instance, model", max_length=64)]
 Probing = Annotated[bool, Query(alias="probe", description="run a self-test in each worker now")]
 
 
 class BulkAction(BaseModel):
-    """Body of POST /instances/actions: the instances by name, or all that have every tag."""
+    """Body of POST /instances/actions: instances by name, or all with every given tag."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", json_schema_extra={"examples": [{"action": "stop", "tags": {"team": "search"}}]}
@@ -71,7 +71,7 @@ class BulkAction(BaseModel):
 
 
 class ActionResult(BaseModel):
-    """Result of an action on one instance; `error` and `code` where it failed."""
+    """Result of an action on one instance; `error` and `code` are set if it failed."""
 
     name: str
     ok: bool
@@ -81,7 +81,7 @@ class ActionResult(BaseModel):
 
 
 class BulkResult(BaseModel):
-    """One result per instance, in the order of the request's names, or of creation."""
+    """One result per instance, in the order of the request's names or of creation."""
 
     action: Action
     results: list[ActionResult]
@@ -96,7 +96,7 @@ class TemplateInfo(BaseModel):
 
 
 class WorkerProof(BaseModel):
-    """Result of one worker's self-test, a known text run on its device."""
+    """Result of one worker's self-test, which computes a known text on its device."""
 
     incarnation: str
     ok: bool
@@ -120,7 +120,7 @@ class InstanceHealth(BaseModel):
 
 
 class FleetHealth(BaseModel):
-    """Every instance. `healthy`: all that should run are healthy."""
+    """Health of every instance. `healthy`: all instances that should run are healthy."""
 
     healthy: bool
     timestamp: str
@@ -181,7 +181,7 @@ async def fleet_health(request: Request, manager: ManagerDep, probe: Probing = F
 
 
 class PlanRequest(BaseModel):
-    """Body of POST /plan: instances as in POST /instances; absent: those of the daemon that should run."""
+    """Body of POST /plan: instances as in POST /instances; absent: all existing instances that should run."""
 
     model_config = ConfigDict(
         strict=True,
@@ -190,16 +190,16 @@ class PlanRequest(BaseModel):
     )
 
     instances: list[CreateInstance] | None = Field(None, max_length=MAX_INSTANCES)
-    apply: bool = Field(False, description="create or start the instances, in their order; the answer is what happened")
+    apply: bool = Field(False, description="create or start the instances in this order; the reply is the result")
 
 
 class PlannedWorkerInfo(BaseModel):
-    """One worker. Bytes are those of its host and of its GPU, `loading_bytes` the most on the host while it loads."""
+    """One worker. Bytes on its host and GPU; `loading_bytes` is the peak on the host during the load."""
 
     instance: str
     replica: int
     outcome: Literal["runs", "starts", "waits", "on_demand", "refused"] = Field(
-        description="waits: until models on demand that have calls can be evicted"
+        description="waits: until models on demand have no calls and can be evicted"
     )
     node: str | None
     gpu: str | None
@@ -207,7 +207,7 @@ class PlannedWorkerInfo(BaseModel):
     host_bytes: int
     loading_bytes: int
     device_bytes: int
-    source: str = Field(description="measured, predicted from the heads of its files, or assumed; empty for none")
+    source: str = Field(description="measured, predicted from the headers of its files, or assumed; may be empty")
     reason: str | None
 
 
@@ -219,7 +219,7 @@ class EvictionInfo(BaseModel):
 
 
 class DeviceUseInfo(BaseModel):
-    """A host or a GPU: reserved now and as planned, and what is free then; null where it is not limited."""
+    """A host or a GPU: bytes reserved now, reserved as planned, and then free; null if unlimited."""
 
     device: str
     label: str
@@ -231,7 +231,7 @@ class DeviceUseInfo(BaseModel):
 
 
 class Plan(BaseModel):
-    """What would happen, or with `apply` what happened. `fits`: nothing is refused, and nothing waits."""
+    """The plan, or with `apply` the result. `fits`: no worker is refused or waits."""
 
     fits: bool
     workers: list[PlannedWorkerInfo]
@@ -242,7 +242,7 @@ class Plan(BaseModel):
 @router.post(
     "/plan",
     response_model=Plan,
-    responses={409: {"model": Failure, "description": "with `apply`: not possible in its present state"}},
+    responses={409: {"model": Failure, "description": "with `apply`: not possible in the current state"}},
     openapi_extra=json_body(PlanRequest, required=False),
 )
 async def plan(request: Request, manager: ManagerDep) -> Response:
@@ -266,7 +266,7 @@ async def plan(request: Request, manager: ManagerDep) -> Response:
 
 
 class PlaceInfo(BaseModel):
-    """Where a worker runs; `gpu` null: on the CPU, `node` null: a fleet of one host."""
+    """Place of a worker; `gpu` is null on the CPU, `node` is null in a fleet of one host."""
 
     node: str | None
     gpu: str | None
@@ -274,7 +274,7 @@ class PlaceInfo(BaseModel):
 
 
 class MoveInfo(BaseModel):
-    """A worker that moves. `failed`: it did not start there, and the old one serves on; `reason` is then why."""
+    """A worker that moves. `failed`: it did not start there, and the old one keeps serving; `reason` is the cause."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -287,7 +287,7 @@ class MoveInfo(BaseModel):
 
 
 class StayInfo(BaseModel):
-    """A worker that stays where it is, and why."""
+    """A worker that stays, and why."""
 
     instance: str
     replica: int
@@ -296,7 +296,7 @@ class StayInfo(BaseModel):
 
 
 class Rebalanced(BaseModel):
-    """What moves or has moved, in that order, and what stays."""
+    """The moves in order, and the workers that stay."""
 
     moves: list[MoveInfo]
     stays: list[StayInfo]
@@ -313,12 +313,12 @@ async def rebalance(manager: ManagerDep, dry_run: DryRun = False) -> Response:
 
 
 class UsageCounts(BaseModel):
-    """What was used by a group of calls; it has those of key, instance and model that were asked for."""
+    """Usage of one group of calls, with the requested fields of key, instance and model."""
 
     key: str | None = Field(default=None, description="the name of an API key; null for calls without one")
     instance: str | None = None
     model: str | None = None
-    tokens: int = Field(description="of answers, as the model sees them: special ones and prompt included")
+    tokens: int = Field(description="tokens of answered texts, including special tokens and prompts")
     texts: int
     calls: int
     refused: int = Field(description="calls refused for a quota or a full queue")
@@ -326,7 +326,7 @@ class UsageCounts(BaseModel):
 
 
 class Usage(BaseModel):
-    """`enabled` is false while no API key is required: then nothing is counted."""
+    """`enabled` is false if no API key is required; then nothing is counted."""
 
     enabled: bool
     usage: list[UsageCounts]

@@ -1,4 +1,4 @@
-"""GET /hosts and GET /gpus, and the GPUs on the page of metrics; /hosts/tokens, DELETE /hosts/{name}: who may join."""
+"""Hosts and GPUs: GET /hosts, GET /gpus, metrics of GPUs, and membership (/hosts/tokens, DELETE /hosts/{name})."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIFE_SECS = 3600.0
 
 
 class HostEnrolment(Protocol):
-    """Who may join the cluster."""
+    """Controls which hosts may join the cluster."""
 
     async def join_token(self, node: str | None, life_s: float) -> str:
         """A token by which one host may join, once; only under the name `node`, if that is given.
@@ -44,12 +44,12 @@ class JoinTokenRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"examples": [{"node": "two"}]})
 
-    node: Text | None = Field(None, description="the only name that it admits; such a token may replace a host")
-    life_secs: float = Field(LIFE_SECS, description="within which it is to be used, at most 7 days")
+    node: Text | None = Field(None, description="the only host name that it admits; such a token may replace a host")
+    life_secs: float = Field(LIFE_SECS, description="validity, at most 7 days")
 
 
 class JoinTokenInfo(BaseModel):
-    """A token for `teimgr node join`; it is stored nowhere."""
+    """A token for `teimgr node join`. The daemon does not store it."""
 
     token: str
     node: str | None
@@ -57,7 +57,7 @@ class JoinTokenInfo(BaseModel):
 
 
 class RemovedHost(BaseModel):
-    """A host that is not in the fleet any more."""
+    """A host that was removed from the fleet."""
 
     name: str
 
@@ -105,11 +105,11 @@ _GAUGES: dict[Family, Callable[[Gpu], float | None]] = {
 
 
 class OnGpu(BaseModel):
-    """A worker of an instance, a process on a GPU."""
+    """A worker process on a GPU."""
 
     name: str
     pid: int
-    memory_bytes: int | None = Field(description="GPU memory of the process; null where the driver does not report it")
+    memory_bytes: int | None = Field(description="GPU memory of the process; null if not reported by the driver")
 
 
 class GpuInfo(Card):
@@ -119,7 +119,7 @@ class GpuInfo(Card):
 
 
 class Gpus(BaseModel):
-    """The GPUs that instances may use; `reason` is the cause of an empty list."""
+    """The GPUs that instances may use; `reason` explains an empty list."""
 
     gpus: list[GpuInfo]
     reason: str
@@ -129,28 +129,28 @@ class HostInfo(BaseModel):
     """A host of a cluster, with its live workers."""
 
     name: str = Field(description="the value for `node`")
-    address: str = Field(description="by which Ray reaches it; empty until then")
+    address: str = Field(description="address in Ray; empty until it has joined")
     cores: int
     memory_total_bytes: int
     memory_free_bytes: int
     labels: dict[str, str]
-    versions: dict[str, str] = Field(description="of teimgr, ray, python and torch; they are equal on all hosts in use")
-    disk_free_bytes: int | None = Field(description="free for models, in the hub's cache")
-    clock_ahead_s: float | None = Field(description="its clock less that of the head, seconds; null where unknown")
+    versions: dict[str, str] = Field(description="of teimgr, ray, python and torch; hosts in use have equal versions")
+    disk_free_bytes: int | None = Field(description="free disk space of the hub's cache")
+    clock_ahead_s: float | None = Field(description="its clock minus the head's, in seconds; null if unknown")
     gpus: int
     workers: int
-    mux: str | None = Field(description="serving, starting, leaving or what is wrong; null where the host has none")
-    problem: str | None = Field(description="why it takes no workers; null where it does")
+    mux: str | None = Field(description="serving, starting, leaving or a problem; null if the host has no mux")
+    problem: str | None = Field(description="why it accepts no workers, or null")
 
 
 class Hosts(BaseModel):
-    """The hosts of the cluster; none in a fleet of one host."""
+    """The hosts of the cluster; empty in a fleet of one host."""
 
     hosts: list[HostInfo]
 
 
 class GpuReport:
-    """GPUs together with the workers on them. `views` returns the current instances, `muxes` their states by host."""
+    """GPUs with their workers. `views` returns the current instances, `muxes` the states of muxes by host."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class GpuReport:
     async def page(self) -> Page:
         page: Page = {}
         for gpu in (await self._inventory.read()).gpus:
-            index = f"{gpu.node}/{gpu.index}" if gpu.node else str(gpu.index)  # hosts of a cluster count from 0 each
+            index = f"{gpu.node}/{gpu.index}" if gpu.node else str(gpu.index)  # indexes start at 0 on each host
             if (total := gpu.memory_total_bytes) is not None:
                 add(page, catalogue.GPU_MEMORY_TOTAL, total, gpu=index, uuid=gpu.uuid, name=gpu.name)
             for family, gauge in _GAUGES.items():
@@ -243,7 +243,7 @@ GpuReportDep = Annotated[GpuReport | None, Depends(gpu_report_of)]
 @gpu_router.get("/gpus", response_model=Gpus)
 async def list_gpus(gpus: GpuReportDep) -> Response:
     """The GPUs that instances may use, of all hosts, with memory, load and workers."""
-    assert gpus is not None  # create_app adds this route only with a report
+    assert gpus is not None
     return answer(await gpus.to_dict())
 
 

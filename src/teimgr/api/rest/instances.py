@@ -1,4 +1,4 @@
-"""REST routes of instances: create, read, update, delete, start, stop, restart. Rights and bounds first."""
+"""REST routes of instances: create, read, update, delete, start, stop, restart, with limits for restricted keys."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ log = logging.getLogger(__name__)
 
 router = APIRouter(tags=["instances"], responses=ANY_FAILURE, route_class=StrictQueryRoute)
 
-# Keys that decide how much of the machine a worker takes, and which code and which files it loads.
+# Keys that determine a worker's resources, and the code and files that it loads.
 _BOUNDED = {"threads", "max_batch_tokens", "extra_args"}
 _WORKERS = {"replicas", "min_replicas", "max_replicas"}
 _CODE_AND_FILES = {"model_id", "revision", "trust_remote_code", "code_revision", "safetensors_only", "extra_args"}
 
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": Failure, "description": "no such instance"}}
 CONFLICT: dict[int | str, dict[str, Any]] = {
-    409: {"model": Failure, "description": "not possible in its present state"}
+    409: {"model": Failure, "description": "not possible in the current state"}
 }
 REFUSED: dict[int | str, dict[str, Any]] = {
     status: {"model": Failure, "description": meaning}
@@ -56,12 +56,12 @@ REFUSED: dict[int | str, dict[str, Any]] = {
         (409, "the name is taken"),
         (413, "a body over 2 MiB"),
         (415, "another content type"),
-        (422, "another shape, a bad name, a taken port, or no room for one more"),
+        (422, "wrong structure, invalid name, port in use, or max_instances reached"),
     )
 }
 ROLLING: dict[int | str, dict[str, Any]] = {
     202: {"model": InstanceInfo, "description": "new workers are starting beside the old ones"},
-    409: {"model": Failure, "description": "another update is under way, or this one failed"},
+    409: {"model": Failure, "description": "another update is in progress, or this one failed"},
 }
 
 
@@ -80,7 +80,8 @@ Tags = Annotated[
 Statuses = Annotated[list[State] | None, Query(alias="status", description="several: any of them")]
 Purging = Annotated[bool, Query(alias="purge", description="delete its log files and crash reports too")]
 Waiting = Annotated[
-    bool, Query(alias="wait", description="answer when it runs or failed, at the latest after its startup_timeout_secs")
+    bool,
+    Query(alias="wait", description="reply when it runs or has failed, at the latest after its startup_timeout_secs"),
 ]
 ModelIds = Annotated[list[str] | None, Query(alias="model_id", description="several: any of them")]
 
@@ -224,7 +225,7 @@ async def changed(
 
 
 class PromisedWorkers:
-    """Workers that requests of restricted callers are about to start: no two requests count the same room."""
+    """Workers that restricted callers are about to start, so that two requests cannot use the same quota."""
 
     def __init__(self) -> None:
         self._promises: list[tuple[str, int]] = []
@@ -241,7 +242,7 @@ class PromisedWorkers:
             view.spec.name: max(manager.planned_workers(view.spec.name), _most_workers(manager, view.spec))
             for view in manager.list()
         }
-        counts[spec.name] = 0  # it may shrink
+        counts[spec.name] = 0  # replaced by the promise, which may be smaller
         for name, count in (*self._promises, promise):
             counts[name] = max(count, counts.get(name, 0))
         total = sum(count for name, count in counts.items() if caller.covers(name))

@@ -1,6 +1,6 @@
-"""GET /instances/{name}/logs and GET /logs: a slice of the log of an instance or of the daemon, or the log as it grows.
+"""GET /instances/{name}/logs and GET /logs: a slice or a stream of the log of an instance or of the daemon.
 
-The log of a deleted instance is still served.
+The log of a deleted instance is still available.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ router = APIRouter(tags=["instances"], responses=ANY_FAILURE)
 PLAIN_TEXT = "text/plain"
 PART_BYTES = 64 * 2**10
 I32 = 2**31
-# With `follow` and no `start`, as `tail -f` does.
-_TAIL_LINES = 10
+_TAIL_LINES = 10  # for `follow` without `start`, as in `tail -f`
 
 _Index = Annotated[int | None, Query(ge=-I32, lt=I32, description="as in a Python slice; negative counts from the end")]
 _Follow = Annotated[
@@ -42,7 +41,7 @@ _Since = Annotated[str | None, Query(description="a time in RFC 3339, or in seco
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The part of a log that a request asks for."""
+    """The requested part of a log."""
 
     start: _Index = None
     end: _Index = None
@@ -155,7 +154,7 @@ async def _body(log: OpenLog, start: int, end: int) -> AsyncGenerator[bytes]:
     async with aclosing(_items(log, start, end)) as batches:
         async for batch in batches:
             for item in batch:
-                if isinstance(item, Gap):  # it is among `unread` too
+                if isinstance(item, Gap):  # also reported in `unread`
                     continue
                 part += comma + orjson.dumps(item)
                 comma = b","

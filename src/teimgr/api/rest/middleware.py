@@ -1,6 +1,6 @@
 """ASGI middleware of REST: proxies' headers, metrics, logs, traces, authentication, URLs, HEAD.
 
-`app.py` has the order. Requests of inference do not come here (`inference.py`).
+`app.py` has the order. Inference requests bypass it (`app.Inference`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from teimgr.spec import path_prefix
 from teimgr.wire.error_bodies import COHERE, TEI, TEI_OPENAI, failure
 from teimgr.wire.frames import HttpReply
 
-# Each takes about 5 µs, and a request's target has room for 30,000. No route needs this many.
+# A request's target has room for 30,000 parameters, and parsing takes about 5 µs each.
 MAX_PARAMETERS = 1000
 
 
@@ -78,13 +78,13 @@ _PATH_CHARS = 256
 _CONTEXT_HEADERS = [(name.encode(), name) for name in (REQUEST_ID, TRACEPARENT, TRACESTATE)]
 
 PageRefusal = Callable[[Scope, str | None, TeimgrError], Awaitable[Response | None]]
-"""The answer of the page to a request that was refused, by scope, template of the route and error; None: as REST."""
+"""Returns the page's reply to a refused request (scope, route template, error), or None for the REST error body."""
 
 
 class Observe:
-    """Counts each request by route template and status, with its duration; logs it, traces it, returns its request id.
+    """Counts, logs and traces each request and returns its request id. Metrics are by route template and status.
 
-    Reads have no span: frequent scrapes and probes would fill the traces.
+    Reads have no span, since frequent scrapes and probes would fill the traces.
     """
 
     def __init__(self, app: ASGIApp, metrics: DaemonMetrics, telemetry: Telemetry | None = None) -> None:
@@ -112,7 +112,7 @@ class Observe:
             try:
                 await self._app(scope, receive, send_with_request_id)
             finally:
-                # The route's template or one fixed label: callers must not be able to create new series.
+                # Never the path, so that callers cannot create new series.
                 self.end(context, method, getattr(scope.get("route"), "path", "unmatched"), status, began)
 
     def begin(self, method: str, headers: Mapping[bytes, bytes]) -> RequestContext:
@@ -135,7 +135,7 @@ class Observe:
 
 
 class HeadAsGet:
-    """Routes HEAD as GET; uvicorn, which has the true method, drops the body."""
+    """Routes HEAD as GET; uvicorn drops the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -151,10 +151,10 @@ class HeadAsGet:
 
 
 class RejectEncodedSeparators:
-    """Rejects a path longer than `MAX_PATH_BYTES`, an encoded path separator anywhere below /instances/, and an
-    instance's name that is not UTF-8.
+    """Rejects paths longer than `MAX_PATH_BYTES`, encoded path separators below /instances/, and names of instances
+    that are not UTF-8.
 
-    Routing works on the decoded path, where `a%2Flogs` would be the log of `a`, and every invalid byte is U+FFFD.
+    Routing uses the decoded path, where `a%2Flogs` would be the log of `a`, and each invalid byte is U+FFFD.
     """
 
     PREFIX = b"/instances/"
@@ -179,7 +179,7 @@ def path_fault(raw: bytes) -> TeimgrError | None:
     if b"%2f" in lowered or b"%5c" in lowered:
         return InvalidInstanceName(name, "it cannot contain path separators")
     if "\ufffd" in name:
-        return ValidationError("Invalid URL: the name of an instance is no UTF-8")
+        return ValidationError("Invalid URL: the name of an instance is not UTF-8")
     return None
 
 
@@ -187,9 +187,9 @@ _DIALECTS = {INFO.path: INFO.dialect} | dict.fromkeys(COHERE_CHECKS, COHERE)
 
 
 class Authentication:
-    """Has `access` decide about each request, and puts the caller into the scope.
+    """Authenticates each request with `access` and puts the caller into the scope.
 
-    `refusal` is the page's own answer to a refused request, if it has one.
+    `refusal` makes the page's reply to a refused request.
     """
 
     def __init__(self, app: ASGIApp, access: Access, refusal: PageRefusal | None = None) -> None:
@@ -221,7 +221,7 @@ class Authentication:
 
         async def checked_receive() -> Message:
             message = await receive()
-            if message["type"] == "http.request":  # its body may have taken until the daemon was replaced
+            if message["type"] == "http.request":  # the daemon may have been replaced while the body arrived
                 self._access.check_command(scope)
             return message
 
@@ -298,7 +298,7 @@ def _rejection(error: Unauthenticated | Forbidden, template: str | None, path: s
 
 
 _HEADER = b"x-forwarded-prefix"
-# With a cookie the prefix counts too, which may be the configuration's.
+# A cookie depends on the prefix, which may be configured.
 _OF_CALLERS = frozenset((b"x-forwarded-for", b"x-forwarded-proto", _HEADER, b"cookie"))
 _UNIX = "unix"
 _LINKS = (b"location", b"link")
@@ -354,7 +354,7 @@ async def _nothing(*_: Any) -> None:
 
 
 class ProxyHeaders:
-    """Middleware that has the scope changed by `proxies`; headers of replies that lead to a path get the prefix."""
+    """Middleware that applies `proxies` to the scope and adds the prefix to paths in headers of replies."""
 
     def __init__(self, app: ASGIApp, proxies: TrustedProxies) -> None:
         self._app = app
@@ -381,7 +381,7 @@ def _prefixed(name: bytes, value: bytes, prefix: bytes) -> tuple[bytes, bytes]:
     """A header of a reply, whose URL begins with `prefix` if it is a path of this server."""
     if name.lower() not in _LINKS:
         return name, value
-    start = value.startswith(b"<")  # of Link; Location has the URL alone
+    start = value.startswith(b"<")  # Link has <URL>, Location the bare URL
     is_path = value[start : start + 1] == b"/" and value[start + 1 : start + 2] != b"/"
     return name, value[:start] + prefix + value[start:] if is_path else value
 

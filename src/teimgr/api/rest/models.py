@@ -39,7 +39,7 @@ Revision = Annotated[Text, Field(min_length=1, description="branch, tag or commi
 
 
 class Strict(BaseModel):
-    """Base of request bodies: unknown fields and values of another type are errors."""
+    """Base of request bodies: unknown fields and values of a wrong type are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -54,17 +54,17 @@ class AddModel(Strict):
 
 
 class DownloadModel(Strict):
-    """Body of a download; absent is the same as empty."""
+    """Optional body of a download."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"revision": "main", "update": True}]})
 
     revision: Revision | None = None
-    update: bool = Field(False, description="look on the hub also where the model is here: the branch may have moved")
+    update: bool = Field(False, description="check the hub even if the model is here, since the branch may have moved")
     code_revision: Revision | None = Field(None, description="of other repositories whose code the model names")
 
 
 class LoadModel(Strict):
-    """Body of a trial; absent is the same as empty."""
+    """Optional body of a trial."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"device": "cpu", "dtype": "float32"}]})
 
@@ -92,20 +92,20 @@ class ModelInfo(BaseModel):
 
     model_id: str
     status: ModelStatus
-    downloaded: bool = Field(description="a worker finds all it needs on this host")
+    downloaded: bool = Field(description="all files that a worker needs are on this host")
     added_at: str
     cache_path: str | None = None
-    cache_size_bytes: int | None = Field(None, description="of the files of this commit")
+    cache_size_bytes: int | None = Field(None, description="size of the files of this commit")
     last_verified: str | None = Field(None, description="when a trial last passed")
     verification_error: str | None = Field(None, description="why the last trial failed; a pass clears it")
     verification: Verification | None = None
     metadata: dict[str, Any] | None = Field(None, description="some keys of config.json")
     revision: str | None = Field(None, description="last requested revision; absent: main")
     commit: str | None = None
-    commits: list[ModelCommit] | None = Field(None, description="all that the cache has, the newest first")
+    commits: list[ModelCommit] | None = Field(None, description="all commits in the cache, newest first")
     files: list[ModelFileInfo] | None = None
     used_by: list[str] = Field(description="instances of this model")
-    gated: bool | None = Field(None, description="its licence must be accepted on the hub")
+    gated: bool | None = Field(None, description="the hub requires accepting its licence")
     progress: DownloadProgress | None = Field(None, description="while it is being downloaded")
     download_error: str | None = Field(None, description="why the last download since the daemon's start failed")
 
@@ -120,7 +120,7 @@ def _failures(**meanings: str) -> Responses:
 
 
 UNKNOWN = _failures(_404="no such model", _400="no model's id")
-BUSY = _failures(_409="it is being downloaded or tried already")
+BUSY = _failures(_409="a download or trial of it is in progress")
 EVENTS: Responses = {
     200: {
         "description": "events `progress` (a DownloadProgress), then `done` (a ModelInfo) or `failed` (a Failure)",
@@ -128,7 +128,7 @@ EVENTS: Responses = {
     }
 }
 
-Wait = Annotated[bool, Query(description="false: answer 202 at once, and go on")]
+Wait = Annotated[bool, Query(description="false: reply 202 at once and continue in the background")]
 
 
 def registry_of(request: Request) -> Registry:
@@ -165,7 +165,7 @@ async def list_models(models: RegistryDep) -> Response:
     "/models",
     status_code=201,
     response_model=ModelInfo,
-    responses=_failures(_400="no JSON, or no model's id", _413="a body over 2 MiB", _415="another content type")
+    responses=_failures(_400="invalid JSON or model id", _413="a body over 2 MiB", _415="another content type")
     | _failures(_422="another shape")
     | {200: {"model": ModelInfo, "description": "it was known"}},
     openapi_extra=json_body(AddModel, required=True),
@@ -195,7 +195,7 @@ async def get_model(model_id: ModelIdModels, models: RegistryDep) -> Response:
     response_model=ModelInfo,
     responses=UNKNOWN
     | BUSY
-    | _failures(_403="the hub asks for its licence to be accepted first", _500="its files could not be fetched whole")
+    | _failures(_403="its licence must be accepted on the hub first", _500="its files could not be downloaded")
     | {202: {"model": ModelInfo, "description": "with wait=false: it has begun"}},
     openapi_extra=json_body(DownloadModel, required=False),
 )
@@ -229,7 +229,7 @@ async def load_model(request: Request, model_id: ModelIdModels, models: Registry
 @router.delete(
     "/models/{model_id:path}",
     response_model=ModelInfo,
-    responses=UNKNOWN | _failures(_409="instances want it, or it is being downloaded or tried"),
+    responses=UNKNOWN | _failures(_409="it is used by instances, or a download or trial is in progress"),
 )
 async def delete_model(model_id: ModelIdModels, models: RegistryDep) -> Response:
     """Remove a model from the hub's cache and the list; the answer is its last state. A directory is not deleted."""

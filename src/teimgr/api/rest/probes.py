@@ -39,9 +39,9 @@ _CUT_SHOWN = 10
 router = APIRouter(tags=["probes"], responses=ANY_FAILURE)
 
 Alarms = Callable[[], Sequence[str]]
-"""Sentences about what needs an operator, as of now."""
+"""Returns the current problems that need an operator, as sentences."""
 
-Form = Annotated[Literal["text", "json"], Query(alias="format", description="Prometheus' text, or JSON")]
+Form = Annotated[Literal["text", "json"], Query(alias="format", description="Prometheus text format, or JSON")]
 BucketsShown = Annotated[
     Literal["few", "all"], Query(alias="buckets", description="few: every third bucket of the workers' long histograms")
 ]
@@ -109,7 +109,7 @@ def routes_calls(app: FastAPI, manager: Manager) -> bool:
 
 
 class RoutingState:
-    """Whether the instances that a daemon starts with have settled, which is looked at until they have."""
+    """Whether the instances of the daemon's start have settled; checked until they have."""
 
     def __init__(self) -> None:
         self._settled = False
@@ -158,7 +158,7 @@ def _knows_names(request: Request) -> bool:
 def all_alarms(manager: Manager, others: Alarms, names: bool = True) -> list[str]:
     """The state file's alarm first, then those of the rest of the daemon; how many without `names`."""
     alarms = [alarm for alarm in (manager.store_alarm, *others()) if alarm]
-    return alarms if names or not alarms else [f"alarms: {len(alarms)}; a key that sees all instances sees them"]
+    return alarms if names or not alarms else [f"alarms: {len(alarms)}; use a key for all instances to see them"]
 
 
 def all_notices(manager: Manager, reloader: Reloader | None, names: bool = True) -> list[str]:
@@ -168,9 +168,9 @@ def all_notices(manager: Manager, reloader: Reloader | None, names: bool = True)
     cut = ((view.spec.name, view.model.cut_notice) for view in manager.list() if view.model is not None)
     lines = [f"{name}: {notice}" for name, notice in cut if notice]
     if lines and not names:
-        lines = [f"instances whose texts are cut: {len(lines)}"]
+        lines = [f"instances that truncate texts: {len(lines)}"]
     if len(lines) > _CUT_SHOWN:
-        lines[_CUT_SHOWN:] = [f"instances whose texts are cut too: {len(lines) - _CUT_SHOWN}"]
+        lines[_CUT_SHOWN:] = [f"further instances that truncate texts: {len(lines) - _CUT_SHOWN}"]
     configured = reloader.notices() if reloader else ()
     if configured and not names:
         configured = [f"notices of the configuration: {len(configured)}"]
@@ -178,7 +178,7 @@ def all_notices(manager: Manager, reloader: Reloader | None, names: bool = True)
 
 
 class WorkerStats(NamedTuple):
-    """The counters of one worker, its answer to `Method.STATS`."""
+    """The counters of one worker, from `Method.STATS`."""
 
     instance: str
     incarnation: str
@@ -186,10 +186,9 @@ class WorkerStats(NamedTuple):
 
 
 class Scraper:
-    """Reads the metrics of all workers in the directory concurrently, each within `limit_s`; caches for `max_age_s`.
+    """Reads the metrics of all workers concurrently, each within `limit_s`, and caches them for `max_age_s`.
 
-    A worker that does not answer in time is left out. Metrics of one instance's workers are summed, on each host by
-    themselves.
+    Workers that do not answer in time are left out. Metrics are summed by instance and host.
     """
 
     def __init__(
@@ -261,7 +260,7 @@ class Scraper:
 
     async def _scrape(self, instance: str, worker: Replica) -> Page | None:
         found = await self._ask(instance, worker, Method.METRICS)
-        node = worker.endpoint.node  # in a fleet of several hosts alone
+        node = worker.endpoint.node  # only in a cluster
         return None if found is None else unpack(found, instance=instance, **({"node": node} if node else {}))
 
     async def _ask(self, instance: str, worker: Replica, method: Method) -> dict[str, Any] | None:
@@ -272,5 +271,5 @@ class Scraper:
             found: dict[str, Any] = orjson.loads((await call.answer).payload)
             return found
         except (TeimgrError, ValueError) as error:
-            log.debug("no metrics of a worker", extra={"instance": instance, "reason": str(error)})
+            log.debug("worker did not return its metrics", extra={"instance": instance, "reason": str(error)})
             return None

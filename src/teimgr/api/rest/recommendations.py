@@ -1,4 +1,4 @@
-"""GET /recommendations: what to change about instances, with evidence; POST /recommendations/{id}/apply does it."""
+"""GET /recommendations lists changes of instances with evidence; POST /recommendations/{id}/apply applies one."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Window = Annotated[
     Query(
         ge=1,
         le=MAX_WINDOW_S,
-        description="how many of the last seconds are looked at, and after how many an applied change is judged",
+        description="seconds of the observed window, and of the one after which an applied change is judged",
     ),
 ]
 
 
 class Expected(BaseModel):
-    """The expected effect of a change, by which it is judged."""
+    """The expected effect by which a change is judged."""
 
     metric: Literal["tokens_per_second", "waiting_seconds", "held_bytes", "known_share"]
     relation: Literal["at_least", "at_most"]
@@ -41,7 +41,7 @@ class Expected(BaseModel):
 
 
 class RecommendationInfo(BaseModel):
-    """One change of one instance. `patch` is the body of its PATCH; null where no key can do it."""
+    """One change of one instance. `patch` is the body of its PATCH; null if no key helps."""
 
     id: str = Field(description="kind and instance")
     kind: Literal["idle", "replicas", "batch_tokens", "dtype", "truncated", "duplicates", "device"]
@@ -55,7 +55,7 @@ class RecommendationInfo(BaseModel):
 
 
 class AppliedInfo(BaseModel):
-    """A recommendation that was applied; `before` has the keys as they were, `result` why its state is what it is."""
+    """An applied recommendation; `before` are the old values of its keys, `result` the reason of its state."""
 
     id: str
     instance: str
@@ -65,14 +65,14 @@ class AppliedInfo(BaseModel):
     expects: Expected
     applied_at: str
     window_secs: float
-    until: float = Field(description="when it is judged, in Unix time")
-    extensions: int = Field(description="windows that were added as too little was computed")
+    until: float = Field(description="time of the judgement, in Unix time")
+    extensions: int = Field(description="windows added because there was too little work to judge")
     state: Literal["watched", "kept", "taken_back", "refused", "superseded"]
     result: str | None
 
 
 class Recommendations(BaseModel):
-    """`applied` has the last hundred, the latest last."""
+    """`applied` are the last 100, newest last."""
 
     timestamp: str
     window_secs: int
@@ -141,20 +141,20 @@ scaling_router = APIRouter(tags=["probes"], responses=ANY_FAILURE, route_class=S
 class ScalingFigures(BaseModel):
     """The load of one instance."""
 
-    queued_tokens: int = Field(description="tokens that wait in its workers; of silent ones, as last reported")
-    waiting_seconds: float = Field(description="how long its replicas take to compute them")
-    tokens_per_second: float = Field(description="what one replica computes, as measured; 0: not yet")
-    refused_per_second: float = Field(description="calls that full replicas refused, over the last minute")
+    queued_tokens: int = Field(description="tokens waiting in its workers; the last report of silent ones")
+    waiting_seconds: float = Field(description="time for its replicas to compute them")
+    tokens_per_second: float = Field(description="measured rate of one replica; 0: not measured yet")
+    refused_per_second: float = Field(description="calls refused by full replicas, over the last minute")
     replicas: int = Field(description="those that serve")
     silent_replicas: int = Field(
-        description=f"those that gave no figures now; their last ones count for {KNOWN_FOR_S:g} s, then nothing"
+        description=f"replicas without an answer; their last figures count for {KNOWN_FOR_S:g} s"
     )
-    wanted: int = Field(description="those that there should be; as `replicas` without max_replicas")
+    wanted: int = Field(description="desired number of replicas; equals `replicas` without max_replicas")
     reason: str
 
 
 class Scaling(BaseModel):
-    """`instances` by name; `flat` the same by names whose dots and hyphens are underscores, for a path in GJSON."""
+    """`instances` by name; `flat`: the same with dots and hyphens in names replaced by underscores, for GJSON paths."""
 
     timestamp: str
     instances: dict[str, ScalingFigures]

@@ -1,7 +1,7 @@
-"""Bodies and query parameters of the REST API; the OpenAPI document is made from them.
+"""Bodies and query parameters of the REST API, from which the OpenAPI document is made.
 
-The keys of an instance come from the declaration in `spec.InstanceSpec`. Requests are strict: no unknown field, no text
-where a number is meant. `null` in an optional field means absent.
+The keys of an instance are declared in `spec.InstanceSpec`. Requests are strict: unknown fields and strings for numbers
+are errors. `null` in an optional field means absent.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ TagText = Annotated[str, Field(max_length=256)]
 _HINTS = get_type_hints(InstanceSpec)
 
 BODY_LIMIT_BYTES = 2 * 2**20
-# A body beyond this size is read on a thread. Each of its values may be a fault, and pydantic makes a report of every
-# one of them in one call: 1.3 s for the keys of 2 MiB. A list of 10,000 names is the largest that a route takes.
+# Larger bodies are validated on a thread: pydantic reports all faults in one call, which takes 1.3 s for 2 MiB of keys.
+# The largest valid body is a list of 10,000 names.
 _LARGE_BYTES = 16 * 1024
 _MAX_VALUES = 12_000
 _PROBLEMS_SHOWN = 5
@@ -131,16 +131,16 @@ def parsed_json(text: bytes, kind: type[Body], misshapen_status: int = 422) -> B
     try:
         return kind.model_validate(value)
     except BodyErrors as error:
-        found = error.errors(include_url=False, include_context=False)  # all, however many are shown
+        found = error.errors(include_url=False, include_context=False)
         faults = _joined(found, value)
         problems = "; ".join(_problem(item, kind) for item in faults[:_PROBLEMS_SHOWN])
         raise HTTPException(misshapen_status, f"Validation error: {problems}") from error
 
 
 class StrictQueryRoute(APIRoute):
-    """A route of FastAPI whose query parameters are those that it declares; another one is 400, naming the nearest.
+    """A FastAPI route that answers undeclared query parameters with 400 and the nearest name.
 
-    Not for probes: load balancers and scrapers add their own parameters.
+    Not for probes, since load balancers and scrapers add their own parameters.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -150,7 +150,7 @@ class StrictQueryRoute(APIRoute):
         async def strict(request: Request) -> Response:
             for name in request.query_params:
                 if name not in known:
-                    hint = nearest(name[:_SHOWN_CHARS], known) if known else "this route has none"
+                    hint = nearest(name[:_SHOWN_CHARS], known) if known else "this route has no query parameters"
                     raise ValidationError(f"unknown query parameter {name[:_SHOWN_CHARS]!r}; {hint}")
             return await handle(request)
 
@@ -266,7 +266,7 @@ _Model: Any = create_model("_Model", **_loaded)
 
 
 class CreateInstance(_Create):  # type: ignore[misc]
-    """What POST /instances takes."""
+    """Body of POST /instances."""
 
     model_config = ConfigDict(
         strict=True,
@@ -275,9 +275,11 @@ class CreateInstance(_Create):  # type: ignore[misc]
     )
 
     name: Text = Field(description=KEYS["name"].meaning)
-    template: Text | None = Field(None, description="a template of the configuration, for keys that are absent here")
+    template: Text | None = Field(
+        None, description="a template of the configuration, which sets keys that are absent here"
+    )
     model_id: Annotated[Text, Field(min_length=1)] | None = Field(
-        None, description=f"{KEYS['model_id'].meaning}; needed unless the template has one"
+        None, description=f"{KEYS['model_id'].meaning}; required unless the template sets it"
     )
 
     @model_validator(mode="after")
@@ -306,7 +308,7 @@ class CreateInstance(_Create):  # type: ignore[misc]
 
 
 class UpdateInstance(_Update):  # type: ignore[misc]
-    """What PATCH /instances/{name} takes: an absent key stays, `null` is the default again.
+    """Body of PATCH /instances/{name}: an absent key is unchanged, `null` resets it to the default.
 
     Lists and tables are replaced as a whole.
     """
@@ -314,7 +316,8 @@ class UpdateInstance(_Update):  # type: ignore[misc]
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"examples": [{"dtype": "float32"}]})
 
     strategy: Literal["rolling", "recreate"] = Field(
-        "rolling", description="recreate: the old workers end before the new ones start, where both have no room"
+        "rolling",
+        description="recreate: the old workers end before the new ones start, for hosts without room for both",
     )
     model_id: Annotated[Text, Field(min_length=1)] | None = Field(None, description="another model")
 
@@ -326,14 +329,14 @@ class UpdateInstance(_Update):  # type: ignore[misc]
         """
         given = {key: getattr(self, key) for key in self.model_fields_set - {"strategy"}}
         if given.get("model_id", "") is None:
-            raise ValidationError("model_id: has no default to go back to")
+            raise ValidationError("model_id: cannot be null, since it has no default")
         if given.get("extra_args") is not None:
             given["extra_args"] = tuple(given["extra_args"])
         return given
 
 
 class RestartInstance(BaseModel):
-    """What POST /instances/{name}/restart may take."""
+    """Optional body of POST /instances/{name}/restart."""
 
     model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"examples": [{"rolling": True}]})
 
@@ -341,7 +344,7 @@ class RestartInstance(BaseModel):
 
 
 class WorkerFacts(BaseModel):
-    """One worker of an instance; all of one instance take connections of its port."""
+    """One worker of an instance; all workers of an instance accept connections on its port."""
 
     replica: int
     role: Literal["serving", "joining", "leaving"] = Field(description="joining and leaving occur during an update")
@@ -355,36 +358,36 @@ class WorkerFacts(BaseModel):
     health_check_failures: int
     last_health_check: str | None
     reason: str | None
-    attempt: int | None = Field(description="number of this start, or of the next one, once one before it has failed")
-    next_attempt_secs: int | None = Field(description="until the next start, where one is waited for")
-    private_bytes: int | None = Field(description="memory of this host that its end gives back, as of its last probe")
+    attempt: int | None = Field(description="number of this start or of the next one, if an earlier start failed")
+    next_attempt_secs: int | None = Field(description="seconds until the next start, during a backoff")
+    private_bytes: int | None = Field(description="private host memory at the last probe")
 
 
 class Update(BaseModel):
     """The last change of an instance. A failed one was rolled back."""
 
     state: Literal["rolling", "done", "failed"]
-    changes: list[str] = Field(description="the changed keys; none for a rolling restart")
+    changes: list[str] = Field(description="the changed keys; empty for a rolling restart")
     reason: str | None
     started_at: str
     finished_at: str | None
 
 
 class ModelFacts(_Model):  # type: ignore[misc]
-    """The model of a running instance. Lengths are tokens; only classifiers and rerankers have labels."""
+    """The model of a running instance. Lengths are in tokens; only classifiers and rerankers have labels."""
 
 
 class Card(BaseModel):
-    """A GPU, as the driver reports it now; null where it does not report."""
+    """A GPU with the driver's current figures; null if not reported."""
 
     index: int = Field(description="the value for `gpu_id`")
-    node: str | None = Field(description="name of its host in a cluster, the value for `node`")
+    node: str | None = Field(description="its host in a cluster, the value for `node`")
     uuid: str
     name: str
     memory_total_bytes: int | None
     memory_used_bytes: int | None = Field(description="by all processes")
     memory_free_bytes: int
-    utilization: float | None = Field(description="share of time with a kernel running, 0 to 1")
+    utilization: float | None = Field(description="fraction of time with a kernel running, 0 to 1")
     temperature_c: int | None
     power_w: float | None
 
@@ -396,7 +399,7 @@ class CardOfInstance(Card):
 
 
 class Requested(BaseModel):
-    """What was asked for where the loaded model decided; null: left to the model's files."""
+    """Requested values, which may differ from the loaded model's; null: decided by the model's files."""
 
     dtype: str
     pooling: str | None
@@ -404,7 +407,7 @@ class Requested(BaseModel):
 
 
 class InstanceInfo(_Info):  # type: ignore[misc]
-    """One instance. Every key is always there; null means none."""
+    """One instance. Every key is always present; null means none."""
 
     status: State
     pid: int | None
@@ -412,21 +415,21 @@ class InstanceInfo(_Info):  # type: ignore[misc]
     restarts: int
     health_check_failures: int
     last_health_check: str | None = Field(description="last successful probe")
-    reason: str | None = Field(description="why it is not running, or what is wrong with it")
-    dtype: str = Field(description="element type in use once the model is loaded, until then the requested one")
-    kind: str | None = Field(description="what the model is for once it is loaded, until then the requested one")
-    requested: Requested = Field(description="dtype, pooling and kind as they were asked for")
-    extra_args: list[str] = Field(description="as given, except the value of --api-key")
-    workers: list[WorkerFacts] = Field(description="one for each replica; during an update old and new ones")
+    reason: str | None = Field(description="why it is not running, or its current problem")
+    dtype: str = Field(description="dtype in use, or the requested one until the model is loaded")
+    kind: str | None = Field(description="kind of the loaded model, or the requested one until it is loaded")
+    requested: Requested = Field(description="dtype, pooling and kind as requested")
+    extra_args: list[str] = Field(description="as given, without the value of --api-key")
+    workers: list[WorkerFacts] = Field(description="one per replica; old and new ones during an update")
     update: Update | None = Field(description="null until the first change since the daemon started")
     model: ModelFacts | None = Field(description="null until the model is loaded")
-    gpu: CardOfInstance | None = Field(description="its card, in replies of GET only; null on the CPU")
+    gpu: CardOfInstance | None = Field(description="its GPU, only in replies to GET; null on the CPU")
 
 
 class DeletedInstance(InstanceInfo):
     """The last state of a deleted instance."""
 
-    notice: str | None = Field(None, description="where the configuration lists it: that it will be created again")
+    notice: str | None = Field(None, description="set if the configuration lists it, so that it will be created again")
 
 
 class LogSlice(BaseModel):
@@ -436,17 +439,19 @@ class LogSlice(BaseModel):
     start: int
     end: int
     total_lines: int
-    unread: list[str] | None = Field(None, description="hosts whose lines are missing, with the reason; else absent")
+    unread: list[str] | None = Field(
+        None, description="hosts whose lines are missing, with the reason; absent if complete"
+    )
 
 
 class Liveness(BaseModel):
-    """The daemon is alive; `alarms` are sentences about problems that need an operator."""
+    """The daemon is alive; `alarms` describe problems that need an operator."""
 
     status: Literal["healthy"]
     timestamp: str
     version: str
     alarms: list[str]
-    notices: list[str] = Field(description="sentences that need no action")
+    notices: list[str] = Field(description="information without need for action")
 
 
 class Waiting(BaseModel):
@@ -458,7 +463,7 @@ class Waiting(BaseModel):
 
 
 class Readiness(BaseModel):
-    """Whether every instance that should run does."""
+    """Whether every instance that should run is running."""
 
     ready: bool
     timestamp: str
@@ -484,7 +489,7 @@ class OpenAIFailure(BaseModel):
     """OpenAI's error object."""
 
     class Details(BaseModel):
-        """What is wrong."""
+        """The error."""
 
         message: str
         type: str
@@ -494,10 +499,8 @@ class OpenAIFailure(BaseModel):
     error: Details
 
 
-# Of every route: each router has it, since the application takes their routes over as they are.
-ANY_FAILURE: dict[int | str, dict[str, Any]] = {
-    "default": {"model": Failure, "description": "any other failure, in this one shape"}
-}
+# Set on each router, since the application copies their routes unchanged.
+ANY_FAILURE: dict[int | str, dict[str, Any]] = {"default": {"model": Failure, "description": "any other failure"}}
 
 CLIENT_FAILURE: dict[int | str, dict[str, Any]] = {
     "default": {"model": OpenAIFailure, "description": "any failure, in OpenAI's form"}

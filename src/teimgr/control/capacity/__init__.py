@@ -1,1 +1,1 @@
-"""Capacity: how many replicas an instance has, decided by the work that waits and by what replicas compute."""
+"""Capacity: autoscaling by waiting work and measured throughput, and recommendations."""

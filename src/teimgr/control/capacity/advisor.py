@@ -1,6 +1,6 @@
-"""The daemon's task that watches instances, recommends changes, and takes back an applied one that brought nothing.
+"""The daemon's task that watches instances, recommends changes, and reverts applied changes without effect.
 
-The rules are in `recommendations`. What was applied is kept across restarts until it is judged.
+The rules are in `recommendations`. Applied changes are kept across restarts until they are judged.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from teimgr.spec import Incident, InstanceSpec, InstanceView, known, now_rfc3339
 log = logging.getLogger(__name__)
 
 DEFAULT_WINDOW_S = 600
-SEEN_PART = 0.5  # of a window: an instance without a call in its first seconds is not idle
+SEEN_PART = 0.5  # fraction of a window that must be observed
 MAX_WINDOW_S = int(HOUR_S)
 _SECTION = "applied"
 _KEPT = 100
-_MAX_TRIES = 3  # to take it back
-_MAX_EXTENSIONS = 3  # of the window, while too little is computed to judge by
-_NOT_AGAIN_S = 86400.0  # after it was taken back
-_CARD_PER_HELD = 2  # room on a card, for what a worker holds on the host
+_MAX_TRIES = 3  # to revert a change
+_MAX_EXTENSIONS = 3  # of the window, if there is too little work to judge
+_NOT_AGAIN_S = 86400.0  # after a revert
+_CARD_PER_HELD = 2  # bytes of a card per byte on the host
 
 
 class Fleet(Protocol):
-    """Who has the instances: their manager."""
+    """The manager of the instances."""
 
     def get(self, name: str) -> InstanceView:
         """One instance.
@@ -51,11 +51,11 @@ class Fleet(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Applied:
-    """A recommendation that was applied; `before` has the keys as they were, `until` is when it is judged (Unix time).
+    """An applied recommendation; `before` are the old values of its keys, `until` is when it is judged (Unix time).
 
-    `state` is `watched`, `kept`, `taken_back`, `refused` where its update failed, or each that took it back, or
-    `superseded` where someone changed the keys meanwhile; `result` is the reason. `reversal` are the figures for which
-    an update takes it back, the `tries`-th one.
+    `state` is `watched`, `kept`, `taken_back`, `refused` (its update failed, or every revert failed) or `superseded`
+    (the keys were changed since); `result` is the reason. `reversal` are the figures that caused the revert in
+    progress, the `tries`-th one.
     """
 
     id: str
@@ -85,7 +85,7 @@ class Applied:
 
 
 class Advisor:
-    """Recommendations for `fleet`, from what its workers report; `run` is its task."""
+    """Recommendations for `fleet` from its workers' reports; `run` is its task."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Advisor:
                 for record in self._kept.get(_SECTION) or ()
             ]
         except (TypeError, KeyError, ValueError) as error:
-            log.warning("applied recommendations of an earlier daemon cannot be read: %s", error)
+            log.warning("cannot read the applied recommendations of an earlier daemon: %s", error)
             return
         self._applied = records[-_KEPT:]
 
@@ -139,7 +139,7 @@ class Advisor:
                 view, history = self._fleet.get(name), before.get(name) or History()
                 if workers := found[name]:
                     history.add(view, workers, now)
-                if workers or any(each.incarnation for each in view.workers):  # those that are late count on
+                if workers or any(each.incarnation for each in view.workers):  # late workers keep their counts
                     self._histories[name] = history
 
     async def recommendations(
@@ -222,14 +222,14 @@ class Advisor:
         if record.reversal is not None and now == record.before:
             record.ends("taken_back", record.reversal)
             record.until = self._clock()
-            self._tell(record, "taken_back", f"{_words(record.patch)} is taken back: {record.result}")
+            self._tell(record, "taken_back", f"{_words(record.patch)} is reverted: {record.result}")
             return
         if now != record.patch:
             if update and has_failed and now == record.before:
                 record.ends("refused", update.reason or "the update failed")
                 self._tell(record, "refused", f"{_words(record.patch)} is not applied: {record.result}")
             else:
-                record.ends("superseded", f"{_words(now)} since: changed by someone")
+                record.ends("superseded", f"changed by a user to {_words(now)}")
             return
         if record.reversal is not None and update and has_failed:
             record.reversal, record.result = None, f"not taken back: {update.reason or 'the update failed'}"
@@ -239,7 +239,7 @@ class Advisor:
         seen = self._observe(record.instance, cards, record.window_secs * (1 + record.extensions))
         least_s = self._seen_part * record.window_secs
         is_met, figures = verdict(record.expects, seen, least_s)
-        is_unseen = seen.span_s < least_s  # the daemon has just restarted: no extension is used up for that
+        is_unseen = seen.span_s < least_s  # after a restart of the daemon; not counted as an extension
         if is_met is None and (is_unseen or record.extensions < _MAX_EXTENSIONS):
             record.extensions += not is_unseen
             record.until = self._clock() + record.window_secs
@@ -264,7 +264,7 @@ class Advisor:
             log.warning("not taken back", extra={"instance": record.instance, "reason": error.message})
             return
         view = self._fleet.get(record.instance)
-        if view.update is None or view.update.state != "rolling":  # it needed no other workers
+        if view.update is None or view.update.state != "rolling":  # no worker was replaced
             await self._judge(record, view, cards)
 
     def _observe(self, name: str, cards: Inventory, window_s: float) -> Observation:

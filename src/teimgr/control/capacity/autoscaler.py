@@ -1,6 +1,6 @@
-"""The daemon's task that changes the number of replicas as the policy decides, and the figures that it decides by.
+"""The daemon's task that scales replicas by the policy.
 
-`figures` has them for every instance, whether the load decides about its replicas or something outside, such as KEDA.
+`figures` returns the load of every instance, also for external scalers such as KEDA.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _SECTION = "rates"
 _MAX_RATES = 10_000
 _SAME = 0.05
-"""A later measurement within this part of the kept one is not written again."""
+"""A measurement that differs from the kept one by at most this fraction is not written."""
 _MAX_SAMPLES = 100
 
 
@@ -41,7 +41,7 @@ def rates_key(view: InstanceView, workers: Iterable[WorkerView]) -> str:
 
 
 class MeasuredRates:
-    """The rates by `rates_key`, in a section of `kept`."""
+    """Rates by `rates_key`, kept in a section of `kept`."""
 
     def __init__(self, kept: KeptFile) -> None:
         self._kept = kept
@@ -52,7 +52,7 @@ class MeasuredRates:
         try:
             self._rates = {str(key): _of(record) for key, record in (self._kept.get(_SECTION) or {}).items()}
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            log.warning("measured rates cannot be read, and are measured again: %s", error)
+            log.warning("cannot read the measured rates; measuring again: %s", error)
 
     def seen(self, key: str) -> Seen:
         """Return the policy's initial state: only the measured rates."""
@@ -96,15 +96,15 @@ def _differ(before: float, now: float) -> bool:
 
 
 INTERVAL_S = 2.0
-_HOLD_S = 60.0  # after replicas that did not start, before they are tried again
-_START_S = 5.0  # until one was measured
+_HOLD_S = 60.0  # pause after a failed change of replicas
+_START_S = 5.0  # assumed until measured
 KNOWN_FOR_S = 90.0
-"""How long the last figures of a worker that does not answer count: it may have too much work to answer, and a scaler
-that asks every half minute would take a replica away at the peak. One that hangs is replaced long before."""
+"""How long the last figures of a worker without an answer count. It may be overloaded, and a scaler that polls every 30
+seconds would remove a replica at the peak. A worker that hangs is replaced sooner."""
 
 
 class Fleet(Protocol):
-    """Who has the instances: their manager."""
+    """The manager of the instances."""
 
     def list(self) -> Sequence[InstanceView]: ...
 
@@ -117,9 +117,9 @@ class Fleet(Protocol):
 
 
 class Figures(NamedTuple):
-    """What is known of the load of one instance; `tokens_per_second` are those of one replica while it computes.
+    """The load of one instance; `tokens_per_second` is the rate of one replica while it computes.
 
-    `silent_replicas` gave no figures now: what they last reported counts for `KNOWN_FOR_S`, and then nothing.
+    `silent_replicas` did not answer: their last figures count for `KNOWN_FOR_S`.
     """
 
     queued_tokens: int
@@ -136,7 +136,7 @@ _NO_REPLICAS = Figures(0, 0.0, 0.0, 0.0, 0, 0, 0, "the number of replicas is fix
 
 
 class _Sums(NamedTuple):
-    """Counters of one worker, or differences of them."""
+    """Counters of one worker, or their differences."""
 
     computed: float
     held: float  # queued or running
@@ -146,7 +146,7 @@ class _Sums(NamedTuple):
 
 @dataclass(slots=True)
 class _Course:
-    """The observations of an instance, and the present change of its replicas."""
+    """The observations of an instance, and the change of replicas in progress."""
 
     seen: Seen = field(default_factory=Seen)
     workers: dict[str, _Sums] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class _Course:
 
 
 class Autoscaler:
-    """Reads what the workers of scaled instances report, and has `fleet` change their replicas; `run` is its task."""
+    """Reads the reports of scaled instances' workers and changes replicas through `fleet`; `run` is its task."""
 
     def __init__(self, fleet: Fleet, stats: Stats, kept: KeptFile | None = None) -> None:
         self._fleet = fleet
@@ -198,7 +198,7 @@ class Autoscaler:
         self._rates = MeasuredRates(kept or KeptFile())
         self._courses: dict[str, _Course] = {}
         self._refusals = Refusals()
-        self._reported: dict[str, tuple[float, _Sums]] = {}  # by incarnation: when, and what
+        self._reported: dict[str, tuple[float, _Sums]] = {}  # last report and its time by incarnation
 
     async def run(self) -> None:
         """Decide until cancelled."""
@@ -213,14 +213,14 @@ class Autoscaler:
             return
         found = by_instance(await self._stats(running))
         now = asyncio.get_running_loop().time()
-        for view in self._fleet.scaled():  # as they are now: a user may have changed or deleted one meanwhile
+        for view in self._fleet.scaled():  # read again: a user may have changed or deleted one
             if view.state is State.RUNNING and (course := self._courses.get(view.spec.name)) is not None:
                 await self._step(view, course, found[view.spec.name], now)
 
     async def _step(self, view: InstanceView, course: _Course, found: Sequence[Counters], now: float) -> None:
         serving = _serving(view)
         if len(found) != len(serving) or (reading := course.read(found, now)) is None:
-            return  # not a reason to remove a replica: a worker did not answer
+            return  # without all figures, do not scale
         key = rates_key(view, serving)
         if key != course.rates_key:
             course.rates_key, course.seen = key, self._rates.seen(key)
@@ -283,7 +283,9 @@ class Autoscaler:
             rate = sum(each.computed for each in workers) / busy_s if busy_s else 0.0
         running = len(_serving(view))
         decision = course.decision if course and view.state is State.RUNNING else None
-        waiting_s = queued / (rate * len(workers)) if rate and workers else 0.0  # one that is late queues as much
+        waiting_s = (
+            queued / (rate * len(workers)) if rate and workers else 0.0
+        )  # late workers count with their last queue
         wanted, reason = (decision.wanted, decision.reason) if decision else (running, _NO_REPLICAS.reason)
         numbers = round(queued), round(waiting_s, 3), round(rate, 1), round(refused, 3)
         return Figures(*numbers, running, silent, wanted, reason)

@@ -1,4 +1,4 @@
-"""What workers reported: `History` of an instance's last hour, and calls per second that full workers refused."""
+"""Reports of workers: the `History` of an instance's last hour, and `Refusals` per second by full workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNTS = (
     *("taken", "texts", "tokens", "batches", "known_texts"),
     *("full_texts", "sampled_texts", "repeated_texts", "busy_s"),
 )
-_BUCKETS = 32  # of `by_tokens`
+_BUCKETS = 32  # in `by_tokens`
 _KEYS = (
     *("model_id", "revision", "dtype", "max_batch_tokens", "cache_bytes", "gpu_id", "threads"),
     *("load", "idle_timeout_secs", "max_replicas"),
@@ -27,7 +27,7 @@ _NOTHING = (0.0,) * (len(_COUNTS) + _BUCKETS)
 
 
 class Counters(Protocol):
-    """A worker's report about itself."""
+    """A worker's report."""
 
     @property
     def instance(self) -> str: ...
@@ -40,7 +40,7 @@ class Counters(Protocol):
 
 
 Stats = Callable[[Collection[str] | None], Awaitable[Sequence[Counters]]]
-"""Reads the reports of the workers of these instances, or of all."""
+"""Reads the reports of the workers of these instances, or of all if None."""
 
 
 def by_instance(found: Iterable[Counters]) -> defaultdict[str, list[Counters]]:
@@ -52,7 +52,7 @@ def by_instance(found: Iterable[Counters]) -> defaultdict[str, list[Counters]]:
 
 
 class Memory(NamedTuple):
-    """The memory of an instance as the ledger has it, and a card that has room for it."""
+    """The memory of an instance in the ledger, and a card that has room for it."""
 
     held_bytes: int = 0
     batch_bytes: int = 0
@@ -84,12 +84,14 @@ class History:
         last = self._readings[-1].sums if self._readings else ()
         grown = [*(last or _NOTHING)]
         present = {each.incarnation for each in view.workers}
-        workers = {name: sums for name, sums in self._workers.items() if name in present}  # also one that is late
+        workers = {
+            name: sums for name, sums in self._workers.items() if name in present
+        }  # including workers without a reading
         for each in found:
-            # One that no reading had began since the last one; of the first reading only what follows counts.
+            # A worker without an earlier reading started since the last one, unless this is the first reading.
             sums = _sums(each.counters)
             before = self._workers.get(each.incarnation, _NOTHING if last else sums)
-            workers[each.incarnation] = (*map(max, sums, before),)  # readings that overlap come in any order
+            workers[each.incarnation] = (*map(max, sums, before),)  # overlapping readings may arrive in any order
             grown = [a + max(0.0, b - c) for a, b, c in zip(grown, sums, before, strict=True)]
         self._workers = workers
         queued = sum(each.counters.get("queued_tokens", 0) for each in found)
@@ -137,12 +139,12 @@ def _sums(counters: Mapping[str, Any]) -> Sums:
 
 
 REFUSALS_WINDOW_S = 60.0
-_APART_S = 1.0  # of two readings that are kept
+_APART_S = 1.0  # between kept readings
 _KEPT_REFUSALS = 2 + int(REFUSALS_WINDOW_S / _APART_S)
 
 
 class Refusals:
-    """Readings of the last minute; the first one of an instance gives no rate yet."""
+    """Readings of the last minute; an instance has no rate after its first one."""
 
     def __init__(self) -> None:
         self._workers: dict[str, dict[str, float]] = {}
@@ -155,10 +157,10 @@ class Refusals:
         workers = defaultdict[str, dict[str, float]](dict, {name: known for name, known in kept.items() if known})
         for each in found:
             refused = each.counters.get("refused", 0)
-            # Of the first reading of an instance only what follows counts, of a worker that begins later all.
+            # The first reading of an instance is the baseline; a later worker counts from 0.
             before = last[each.instance].get(each.incarnation, 0.0) if each.instance in last else refused
             grown[each.instance] += max(0, refused - before)
-            workers[each.instance][each.incarnation] = max(refused, before)  # readings may come in any order
+            workers[each.instance][each.incarnation] = max(refused, before)  # readings may arrive in any order
         self._workers = dict(workers)
         self._readings = {name: self._readings.get(name) or deque(maxlen=_KEPT_REFUSALS) for name in workers}
         return {name: _add(readings, grown[name], now) for name, readings in self._readings.items()}

@@ -1,8 +1,8 @@
-"""The autoscaling policy: how many replicas an instance should have, by seconds of waiting work, and why.
+"""The autoscaling policy: the number of replicas of an instance by seconds of waiting work.
 
-Pure: `decide` gets the terms, what was seen so far and a new reading, and returns the decision with its reason. A
-replica is added when the work that would wait by the time it is ready exceeds the target, judged over a short window;
-replicas are taken away when fewer would have carried the load of a long window, during the whole delay.
+Pure: `decide` takes the terms, the observations so far and a new reading, and returns the decision with its reason. A
+replica is added if the work expected to wait when it would be ready exceeds the target, judged over a short window.
+Replicas are removed if fewer would have been enough for a long window during the whole delay.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ LONG_WINDOW_S = 60.0
 SHORT_WINDOW_S = 6.0
 FILL_UP = 0.9
 FILL_DOWN = 0.8
-"""The part of their capacity to which replicas are filled, when some are added and when some are taken away."""
-MIN_SAMPLES = 3  # readings that a measured rate of n replicas has, before it is believed
+"""Target utilization of replicas when scaling up and when scaling down."""
+MIN_SAMPLES = 3  # readings before the measured rate of n replicas counts
 PAYS = 1.1
-"""A replica pays if the measured rate with it is at least this many times the rate without it."""
+"""A replica pays if the rate with it is at least this many times the rate without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What an instance allows: its replicas, and the seconds of work that may wait for each of them.
+    """The limits of an instance: its replicas, and the seconds of work that may wait for each.
 
-    `start_s` is how long a replica takes until it serves. With `shared_device` replicas share the cores of a host, or a
-    card: one more is started when the present ones were measured, and kept if it was measured to pay.
+    `start_s` is the startup time of a replica. With `shared_device`, replicas share a card or the cores of a host: one
+    is added after the current ones were measured, and stays only if it was measured to pay.
     """
 
     min_replicas: int = 1
@@ -44,10 +44,10 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What an instance's replicas report at a moment.
+    """One report of an instance's replicas.
 
-    `arrived` and `computed` are tokens since the reading before, `queued` those that wait; `busy_s` is the time that
-    the replicas have computed since then, added up.
+    `arrived` and `computed` are tokens since the previous reading, `queued` is the number waiting, `busy_s` the
+    computing time of all replicas since then.
     """
 
     at: float
@@ -60,10 +60,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the policy keeps of an instance: readings of the long window, recently desired replicas, measured rates.
+    """The policy's state of an instance: readings of the long window, recently desired replicas, measured rates.
 
-    `rate` is the tokens a second of one replica while it computes; `totals` has, by n, the tokens a second of n
-    replicas that all had work, and in how many readings they had.
+    `rate` is the tokens per second of one replica while it computes; `totals` are, by n, the tokens per second of n
+    replicas that all had work, and the number of readings.
     """
 
     readings: tuple[Reading, ...] = ()
@@ -85,7 +85,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The replicas that an instance should have; `reason` is worded as in log, event, API and page."""
+    """The desired replicas of an instance; `reason` is shown in log, event, API and page."""
 
     wanted: int
     reason: str
@@ -131,12 +131,12 @@ def decide(terms: Terms, seen: Seen, reading: Reading) -> tuple[Seen, Decision]:
         return answer(min(more, high), f"{expected_s:.1f} s of work would wait > {terms.up_wait_s:g} s ({numbers})")
     fewer = max(count for _, count in seen.wanted)
     if fewer < now and reading.at - seen.wanted[0][0] >= terms.down_delay_s:
-        return answer(fewer, f"{fewer} would have carried the load of {terms.down_delay_s:g} s ({numbers})")
+        return answer(fewer, f"{fewer} would have been enough for the last {terms.down_delay_s:g} s ({numbers})")
     return answer(now, f"{waiting_s:.1f} s of work waits ({numbers})")
 
 
 def _numbers(queued: float, arrived_per_s: float, rate: float | None) -> str:
-    known = f"a replica computes {rate:,.0f}" if rate else "no replica was measured yet"
+    known = f"one replica computes {rate:,.0f}" if rate else "no replica was measured yet"
     return f"{queued:,.0f} tokens queued, {arrived_per_s:,.0f} tokens/s arrive, {known}"
 
 
@@ -146,7 +146,7 @@ def _learn(seen: Seen, reading: Reading) -> Seen:
     readings = (*(each for each in seen.readings if each.at > reading.at - LONG_WINDOW_S), reading)
     seen = replace(seen, readings=readings)
     if before is None or before.replicas < reading.replicas:
-        return replace(seen, wanted=())  # the delay before going down begins again
+        return replace(seen, wanted=())  # restart the delay before scaling down
     if before.replicas != reading.replicas:
         return seen
     span_s = reading.at - before.at

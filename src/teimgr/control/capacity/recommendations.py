@@ -1,7 +1,7 @@
-"""Recommendations: from what was seen of an instance over a window, what to change, why, and what that should bring.
+"""Recommends changes of an instance from observations over a window, and judges their effect.
 
-Pure: `recommend` gets an `Observation` and returns `Recommendation`s, each with its evidence in numbers, the PATCH, and
-an `Expectation`; `verdict` compares that with an observation after the change.
+Pure: `recommend` takes an `Observation` and returns `Recommendation`s, each with its evidence, the PATCH and an
+`Expectation`, which `verdict` compares with an observation after the change.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from teimgr.spec import InstanceSpec, LoadedModel
 
 KINDS = ("idle", "replicas", "batch_tokens", "dtype", "truncated", "duplicates", "device")
 _MIB = 2**20
-_MIN_TEXTS = 100  # in a window, before its shares say anything
+_MIN_TEXTS = 100  # in a window, for its shares to be meaningful
 _MIN_SAMPLED = 50
 _MANY_CUT = 0.05
 _MANY_REPEATED = 0.1
-_OFTEN = 0.5  # part of the readings
+_OFTEN = 0.5  # fraction of the readings
 _BUSY, _SOMEWHAT_BUSY = 0.9, 0.2
 _SAMPLED_PART = 8  # one text in eight is sampled
-_CACHE_RESULTS = 65536  # those that the estimate of repeated texts is about
-_ENTRY_BYTES = 500  # of a kept result beside its numbers and token ids
+_CACHE_RESULTS = 65536  # results covered by the estimate of repeated texts
+_ENTRY_BYTES = 500  # overhead of a cached result besides its numbers and token ids
 _MAX_CACHE_BYTES = 2**30
 _MIN_SAVED_BYTES = 64 * _MIB
 _MAX_BATCH_TOKENS = 131072
@@ -44,12 +44,12 @@ class Card(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What was seen of one instance in a window of `span_s` seconds, during which its keys were the same.
+    """Observations of one instance in a window of `span_s` seconds with unchanged keys.
 
-    Counts are of all its workers in the window, as `EngineStats` has them. `queued_tokens` and `waiting_s`, the work
-    that waits for each replica, are means of the readings; in `waited_share` of them more waited than
-    `scale_up_wait_ms`. `held_bytes` is the memory reserved for it, of which `batch_bytes` for its largest batch.
-    `pays`: another replica has not been measured to bring nothing.
+    Counts are those of `EngineStats`, summed over all workers in the window. `queued_tokens` and `waiting_s`, the work
+    waiting per replica, are means of the readings; `waited_share` is the fraction of readings above `scale_up_wait_ms`.
+    `held_bytes` is the reserved memory, including `batch_bytes` for the largest batch. `pays` is False if another
+    replica was measured to be useless.
     """
 
     spec: InstanceSpec
@@ -102,7 +102,7 @@ class Observation:
 
 
 class Expectation(NamedTuple):
-    """The expected effect of a change: `metric` must be at least, or at most, `value`."""
+    """The expected effect of a change: `metric` is at least, or at most, `value`."""
 
     metric: Metric
     relation: Literal["at_least", "at_most"]
@@ -111,9 +111,9 @@ class Expectation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """One change of one instance. `patch` is the body of its PATCH, None if no key can do it.
+    """One change of one instance. `patch` is the body of its PATCH, None if no key helps.
 
-    `id` is the kind and the instance, so it is the same as long as the finding is. `effect` and `risk` are sentences.
+    `id` is made of kind and instance, so it is stable. `effect` and `risk` are sentences.
     """
 
     kind: str
@@ -150,9 +150,9 @@ def verdict(expects: Expectation, seen: Observation, min_span_s: float = 0.0) ->
     words = expects.relation.replace("_", " ")
     figures = f"{expects.metric} is {value:,.4g}, expected {words} {expects.value:,.4g}"
     if expects.metric != "held_bytes" and seen.span_s < min_span_s:
-        return None, f"{seen.span_s:,.0f} s say too little"
+        return None, f"{seen.span_s:,.0f} s are too short to judge"
     if expects.metric in ("tokens_per_second", "known_share") and seen.texts + seen.known_texts < _MIN_TEXTS:
-        return None, f"{seen.texts + seen.known_texts} texts say too little"
+        return None, f"{seen.texts + seen.known_texts} texts are too few to judge"
     return (value >= expects.value if expects.relation == "at_least" else value <= expects.value), figures
 
 
@@ -164,7 +164,7 @@ def _idle(seen: Observation) -> Iterator[Recommendation]:
         instance=seen.spec.name,
         finding=f"no call in {seen.span_s:,.0f} s, while it holds {mib(seen.held_bytes)}",
         evidence={"calls": 0, "span_s": seen.span_s, "held_bytes": seen.held_bytes, "replicas": seen.replicas},
-        effect=f"{mib(seen.held_bytes)} are free while no call comes",
+        effect=f"{mib(seen.held_bytes)} are free while there are no calls",
         risk="the first call after a pause waits until it is loaded",
         patch={"load": "on_demand", "idle_timeout_secs": min(_IDLE_TIMEOUT_SECS, max(1, round(seen.span_s / 2)))},
         expects=Expectation("held_bytes", "at_most", seen.held_bytes / 2),
@@ -180,10 +180,10 @@ def _more_replicas(seen: Observation) -> Iterator[Recommendation]:
     yield Recommendation(
         kind="replicas",
         instance=seen.spec.name,
-        finding=f"{seen.waiting_s:.1f} s of work waits for each of {seen.replicas} replicas, which always compute",
+        finding=f"{seen.waiting_s:.1f} s of work waits for each of {seen.replicas} replicas, which are always busy",
         evidence=_load(seen),
         effect=f"less than {seen.waiting_s / 2:.1f} s of work waits",
-        risk="a replica more holds as much memory as each of the present ones; on one CPU host they share its cores",
+        risk="one more replica takes as much memory as each existing one; on one CPU host they share its cores",
         patch={"max_replicas": most},
         expects=Expectation("waiting_seconds", "at_most", seen.waiting_s / 2),
     )
@@ -200,10 +200,10 @@ def _fewer_replicas(seen: Observation) -> Iterator[Recommendation]:
     yield Recommendation(
         kind="replicas",
         instance=seen.spec.name,
-        finding=f"{enough} of {seen.replicas} replicas would have carried the load",
+        finding=f"{enough} of {seen.replicas} replicas would have been enough",
         evidence=_load(seen),
-        effect=f"{mib(spared)} are free, and no more than {seen.spec.scale_up_wait_ms / 1000:g} s of work waits",
-        risk="a load that comes later may need them; max_replicas has them follow the load",
+        effect=f"{mib(spared)} are free, and at most {seen.spec.scale_up_wait_ms / 1000:g} s of work waits",
+        risk="a later peak may need them; with max_replicas the number follows the load",
         patch={"replicas": enough},
         expects=Expectation("waiting_seconds", "at_most", seen.spec.scale_up_wait_ms / 1000),
     )
@@ -211,7 +211,7 @@ def _fewer_replicas(seen: Observation) -> Iterator[Recommendation]:
 
 def _larger_batches(seen: Observation) -> Iterator[Recommendation]:
     budget = seen.spec.max_batch_tokens
-    full = sum(seen.by_tokens[max(0, (budget // 2).bit_length()) :])  # of more than half of the budget
+    full = sum(seen.by_tokens[max(0, (budget // 2).bit_length()) :])  # more than half of the budget
     if not (seen.on_card and _is_short_of(seen)) or full < _OFTEN * seen.batches or 2 * budget > _MAX_BATCH_TOKENS:
         return
     yield Recommendation(
@@ -244,8 +244,8 @@ def _smaller_batches(seen: Observation) -> Iterator[Recommendation]:
             "held_bytes": seen.held_bytes,
             "batch_bytes": seen.batch_bytes,
         },
-        effect=f"some {mib(saved)} less is reserved",
-        risk="a later flood of calls is computed in smaller batches, which on a CPU takes as long",
+        effect=f"about {mib(saved)} less is reserved",
+        risk="a later burst of calls is computed in smaller batches, which on a CPU takes the same time",
         patch={"max_batch_tokens": wanted},
         expects=Expectation("held_bytes", "at_most", seen.held_bytes - saved / 2),
     )
@@ -267,7 +267,7 @@ def _dtype(seen: Observation) -> Iterator[Recommendation]:
         finding=f"it computes {seen.busy_share:.0%} of the time in {seen.model.dtype}",
         evidence=_load(seen) | {"texts": seen.texts},
         effect=f"at least {gain:g} times as many tokens a second",
-        risk="vectors differ within the class of the element type (16-bit or int8); callers that expect the present "
+        risk="vectors change within the tolerance of the dtype (16-bit or int8); callers that require the current "
         "precision are refused",
         patch={"dtype": wanted},
         expects=Expectation("tokens_per_second", "at_least", gain * seen.rate),
@@ -281,10 +281,10 @@ def _truncated(seen: Observation) -> Iterator[Recommendation]:
     yield Recommendation(
         kind="truncated",
         instance=seen.spec.name,
-        finding=f"{seen.full_texts / seen.texts:.0%} of the texts fill all {length:,} tokens of the model: what is "
-        "behind them is cut, and no search finds it",
+        finding=f"{seen.full_texts / seen.texts:.0%} of the texts fill the model's limit of {length:,} tokens: the "
+        "rest is cut off, and no search finds it",
         evidence={"texts": seen.texts, "full_texts": seen.full_texts, "max_input_length": length},
-        effect=f"nothing is lost once callers split texts at {length:,} tokens, or use a model that takes longer ones",
+        effect=f"nothing is lost if callers split texts at {length:,} tokens or use a model with a higher limit",
         risk="",
         patch=None,
         expects=None,
@@ -303,10 +303,10 @@ def _duplicates(seen: Observation) -> Iterator[Recommendation]:
     yield Recommendation(
         kind="duplicates",
         instance=seen.spec.name,
-        finding=f"{share:.0%} of the texts had come before",
+        finding=f"{share:.0%} of the texts were repeated",
         evidence={"sampled_texts": sampled, "repeated_texts": repeated, "texts": seen.texts, "span_s": seen.span_s},
-        effect=f"some {share:.0%} of the texts need not be computed",
-        risk=f"each worker holds {mib(size)} more; results are kept for callers with the same API key alone",
+        effect=f"about {share:.0%} of the texts need not be computed",
+        risk=f"each worker holds {mib(size)} more; results are shared only by callers with the same API key",
         patch={"cache_bytes": size},
         expects=Expectation("known_share", "at_least", share / 2),
     )
@@ -323,7 +323,7 @@ def _device(seen: Observation) -> Iterator[Recommendation]:
         f"{mib(card.free_bytes)} free",
         evidence=_load(seen) | {"card_free_bytes": card.free_bytes},
         effect="at least twice as many tokens a second",
-        risk="its memory on the card is not free for others; vectors differ within the class of the element type",
+        risk="other models cannot use this memory of the card; vectors change within the tolerance of the dtype",
         patch={"gpu_id": card.gpu_id},
         expects=Expectation("tokens_per_second", "at_least", 2 * seen.rate),
     )

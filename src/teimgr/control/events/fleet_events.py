@@ -1,14 +1,13 @@
 """Fleet events: changes of instances, found by comparing views, in a ring buffer that readers follow.
 
-The ring keeps the last `KEPT` events. A reader follows it at its own pace from any id; one that is slower than the ring
-misses events, and gets their number. So a slow reader delays no other and costs no memory.
+The ring keeps the last `KEPT` events. A reader follows it at its own pace from any id. A reader slower than the ring
+misses events and gets their number, so it delays no other reader and costs no memory.
 
-The last ones outlive the daemon, in a file beside the state file with one JSON object a line (`EventFile`). At
-`MAX_BYTES` it is renamed to `….1`, in place of the one before. An event that `replaces` an earlier one is another
-line, and the earlier one is left out when the file is read.
+`EventFile` keeps events beside the state file, one JSON object per line. At `MAX_BYTES` it is renamed to `….1`, which
+replaces the previous one. Reading the file leaves out events that a later line `replaces`.
 
-What goes wrong again and again is one event with a count: an event of `FOLDED` replaces an equal one among the last
-`FOLDED_OVER` of its instance, and gets a new id, so that readers see it again.
+Repeated failures are one event with a count: an event of `FOLDED` replaces an equal one among the last `FOLDED_OVER`
+of its instance and gets a new id, so that readers see it again.
 """
 
 from __future__ import annotations
@@ -32,32 +31,31 @@ from teimgr.spec import Incident, InstanceSpec, InstanceView, now_rfc3339
 log = logging.getLogger(__name__)
 
 KEPT = 1000
-# Of each instance that exists, whatever happens to the others.
 KEPT_PER_INSTANCE = 100
 FOLDED = frozenset({"crashed", "failed", "unhealthy", "over_memory", "no_host", "update_failed", "reload_refused"})
 FOLDED_OVER = 4
-MAX_BYTES = 2**20  # of the file
+MAX_BYTES = 2**20
 _MODE = 0o600
 _BETWEEN = ("starting", "running")
-# Whose reasons name other instances; those of `unloaded` did so in earlier versions, whose events are kept.
+# Events whose reasons name other instances; `unloaded` did so in earlier versions, whose events are still in files.
 _NAMES_OTHERS = frozenset({"evicted", "unloaded", "war"})
-# What someone may have ordered, and what ends an order: its effects have come, or something else has.
+# Events attributed to the last order of an instance, and events after which that order is forgotten.
 _ORDERED = frozenset({"created", "starting", "stopping", "stopped", "updated", "update_failed", "deleted"})
 _ENDS_ORDERS = frozenset({"running", "stopped", "failed", "unloaded", "deleted", "crashed", "updated", "update_failed"})
-_NUMBER = re.compile(r"(?<!replica )(?<!\d)\d+")  # but that of a replica
+_NUMBER = re.compile(r"(?<!replica )(?<!\d)\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetEvent:
-    """One event. `id` counts from 1 over all lives of the daemon.
+    """One event. `id` counts from 1 and goes on after a restart of the daemon.
 
-    `status` and `reason` are those of the instance then. An event of the configuration has "" for `instance`,
+    `status` and `reason` are those of the instance at that time. An event of the configuration has "" for `instance`,
     `model_id` and `status`.
 
-    A `crashed` one has the worker's reason, and the name of its crash report in the folder `crashes` beside the logs.
-    `nodes` are the hosts of the instance's workers in a cluster. `count` equal events since `first_timestamp` are this
-    one, which `replaces` that of the id. `by` is who ordered it (`request_context.ORDERED_BY`), None if there was no
-    order.
+    `crashed` has the worker's reason and the name of its crash report in the folder `crashes` beside the logs. `nodes`
+    are the hosts of the instance's workers in a cluster. The event stands for `count` equal ones since
+    `first_timestamp` and `replaces` the one with that id. `by` is who ordered it (`request_context.ORDERED_BY`), or
+    None.
     """
 
     id: int
@@ -84,7 +82,7 @@ def known_to(event: FleetEvent, covers: Callable[[str], bool]) -> FleetEvent:
 
 
 class EventLog:
-    """The ring buffer of events, found by comparing each view with the one before. The first `note` is the baseline."""
+    """The ring buffer of events, found by comparing consecutive views. The first `note` is the baseline."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._ring: dict[int, FleetEvent] = {}
@@ -139,7 +137,7 @@ class EventLog:
         if view is not None:
             self._views[name] = view
             if view.incident is not None and (before is None or before.incident != view.incident):
-                # With the state in which it happened: a crash and the change of state that follows come together.
+                # A crash and the change of state that follows arrive in one view: the crash has the state before.
                 self._append(view.incident.event, replace(view, state=(before or view).state), view.incident)
             for kind in _changes(before, view):
                 self._append(kind, view)
@@ -260,7 +258,7 @@ _FIELDS = frozenset(each.name for each in fields(FleetEvent))
 
 
 class EventFile:
-    """The file of a daemon's events."""
+    """The event file of a daemon."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self.path = path
@@ -302,7 +300,7 @@ class EventFile:
         """Append an event. Blocking; a disk that refuses is an alarm, and the event is in memory alone."""
         try:
             with open(self.path, "ab+", opener=_private) as file:
-                # A line that a full disk or a power failure has cut would take this one with it.
+                # A full disk or a power failure may have cut the last line; begin a new one.
                 file.write(b"" if _ends_a_line(file) else b"\n")
                 file.write(orjson.dumps(event) + b"\n")
                 size = file.tell()
@@ -311,8 +309,8 @@ class EventFile:
             self._alarm = None
         except OSError as error:
             if self._alarm is None:
-                log.error("events are not saved", extra={"path": str(self.path), "reason": error.strerror})
-            self._alarm = f"events are not saved: {self.path}: {error.strerror}"
+                log.error("events cannot be saved", extra={"path": str(self.path), "reason": error.strerror})
+            self._alarm = f"events cannot be saved: {self.path}: {error.strerror}"
 
 
 def events_path(state_file: Path) -> Path:

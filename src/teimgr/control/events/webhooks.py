@@ -1,7 +1,7 @@
 """Webhooks: POSTs fleet events to the URLs in the configuration, in order, with retries and exponential backoff.
 
-Each webhook is one task that follows the event log. Events that fall out of the log's ring before delivery are logged
-as missed; the fleet never waits for a receiver.
+Each webhook is one task that follows the event log. Events that leave the ring before delivery are logged as missed;
+the fleet never waits for a receiver.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 _RETRIED_4XX = (408, 425, 429)
-# Scheme and host: user info, path and query may contain secrets.
+# Scheme and host only: user info, path and query may contain secrets.
 _ORIGIN = re.compile(r"(https?://)(?:[^/?#]*@)?([^/?#]*)")
 
 
 class NotAccepted(Exception):
-    """The receiver's status was not 2xx; `is_final` where a retry is useless."""
+    """The receiver's status was not 2xx; `is_final` if a retry is useless."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"it answered {status}")
@@ -40,7 +40,7 @@ class NotAccepted(Exception):
 
 
 class Webhooks:
-    """The tasks of all webhooks. `pause_s` precedes the second attempt, and doubles with each further one."""
+    """The tasks of all webhooks. `pause_s` is the pause before the second attempt and doubles with each further one."""
 
     def __init__(self, events: EventLog, pause_s: float = FIRST_PAUSE_S) -> None:
         self._events = events

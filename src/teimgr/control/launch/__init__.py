@@ -1,1 +1,1 @@
-"""Launching and adopting processes: the launcher protocol, the local launcher and its fork server, process handles."""
+"""Launching and adopting processes: launcher protocol, local launcher, fork server, process handles."""

@@ -30,8 +30,10 @@ _CONNECT_RETRY_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """The status that a worker sends on WATCH, at once and at every change. `address` is where it listens for other
-    hosts, if it does. `build` is the `code_id` of what it runs; empty for a worker older than this field.
+    """A worker's status, sent on WATCH at once and at each change.
+
+    `address` is its listener for other hosts, if any. `build` is the `code_id` of its code, "" for workers older than
+    this field.
     """
 
     state: str
@@ -63,7 +65,7 @@ class WorkerStatus:
 
 
 class ControlLink(FrameProtocol):
-    """A worker's connection. `on_status` is called in the event loop with each status, `on_lost` once, at the end."""
+    """A worker's connection. `on_status` is called in the event loop with each status, `on_lost` once at the end."""
 
     def __init__(self, on_status: Callable[[WorkerStatus], None], on_lost: Callable[[], None]) -> None:
         super().__init__(_FRAME_LIMIT_BYTES)
@@ -162,7 +164,7 @@ class ControlLink(FrameProtocol):
 
 
 Connect = Callable[[Callable[[WorkerStatus], None], Callable[[], None]], Awaitable[ControlLink]]
-"""Makes a control link, given its `on_status` and `on_lost`."""
+"""Opens a control link with this `on_status` and `on_lost`."""
 
 
 async def identify(socket: Path, timeout_s: float) -> WorkerStatus | None:
@@ -200,7 +202,7 @@ class MuxDisconnected(MuxLost):
 
 
 class MuxStopping(MuxLost):
-    """Another process stopped the mux; it finishes its calls within `grace_s`, and its port is free."""
+    """Another process stopped the mux: it finishes its calls within `grace_s`, and its port is free."""
 
     def __init__(self, grace_s: float) -> None:
         super().__init__("it was stopped by another process")
@@ -211,9 +213,9 @@ _UNASKED = frozenset({"load", "left", "lease", "settled", "used"})
 
 
 class MuxLink:
-    """The daemon's control connection to a mux. One read is always pending, to see its end at once.
+    """The daemon's control connection to a mux. A read is always pending, to notice its end at once.
 
-    `has_answered` is set by the first answer.
+    `has_answered` is set by the first reply.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -238,7 +240,7 @@ class MuxLink:
                     except (FileNotFoundError, ConnectionRefusedError):
                         await asyncio.sleep(_CONNECT_RETRY_S)
         except OSError as error:  # TimeoutError is one of them
-            raise MuxLost(f"its control socket cannot be reached: {str(error) or 'it does not come up'}") from error
+            raise MuxLost(f"cannot connect to its control socket: {str(error) or 'timeout'}") from error
 
     def requests_go_to(self, handler: Callable[[dict[str, Any]], None]) -> None:
         """Call `handler` with what the mux sends unasked (`mux/control.py`)."""
@@ -294,7 +296,7 @@ class MuxLink:
         except OSError as error:
             raise MuxDisconnected(f"its control connection broke: {error}") from error
         except ValueError as error:
-            raise MuxLost(f"its answer cannot be read: {error}") from error
+            raise MuxLost(f"cannot read its reply: {error}") from error
         if message is None:
             raise MuxDisconnected("it closed its control connection")
         self._reading = asyncio.ensure_future(read_line(self._reader))
@@ -311,9 +313,9 @@ _RETRY_PAUSE_S = 0.25
 
 
 class RemoteControlLink(RemoteFrames, ControlLink):
-    """Like `ControlLink`; a worker of another host that is silent is given up within seconds."""
+    """Like `ControlLink`, but a silent worker of another host is given up within seconds."""
 
-    ends_when_revoked = False  # the workers of a removed host are ended over it
+    ends_when_revoked = False  # used to end the workers of a removed host
 
 
 async def open_control_link(
@@ -349,7 +351,7 @@ async def open_mux_link(address: RemoteAddress, identity: FleetIdentity, limit_s
     Raises:
         MuxLost: no connection within `limit_s`, or not to this incarnation.
     """
-    problem = "it does not come up"
+    problem = "timeout"
     try:
         async with asyncio.timeout(limit_s):
             while True:
@@ -359,7 +361,7 @@ async def open_mux_link(address: RemoteAddress, identity: FleetIdentity, limit_s
                     problem = str(error) or type(error).__name__
                 await asyncio.sleep(_RETRY_PAUSE_S)
     except TimeoutError:
-        raise MuxLost(f"its control port on host {address.node} cannot be reached: {problem}") from None
+        raise MuxLost(f"cannot connect to its control port on host {address.node}: {problem}") from None
 
 
 async def _greet(address: RemoteAddress, identity: FleetIdentity) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -371,7 +373,7 @@ async def _greet(address: RemoteAddress, identity: FleetIdentity) -> tuple[async
         set_tcp_limits(writer.transport)
         peer = peer_of(writer.get_extra_info("ssl_object"))
         if peer.name != FleetName(address.node):
-            raise WrongPeer(f"the certificate is that of {peer.name.uri}, not of node '{address.node}'")
+            raise WrongPeer(f"the certificate is for {peer.name.uri}, not for node '{address.node}'")
         write_line(writer, hello=address.incarnation)
         answer = await read_line(reader) or {}
         if answer.get("hello") != address.incarnation:

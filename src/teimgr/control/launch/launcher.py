@@ -1,8 +1,5 @@
-"""Launching and adopting workers: the protocols, and the launcher for this host, which forks them from the nursery.
-
-Supervision uses only the protocols `Launcher` and `WorkerHandle`, so that other launchers (a cluster manager, stand-ins
-in tests) can take the place of the local one.
-"""
+"""Launching and adopting workers: the protocols `Launcher` and `WorkerHandle`, which supervision uses, and the launcher
+for this host, which forks workers from the nursery."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerHandle(Protocol):
-    """A worker process that was started with `spec`. `started_at` is seconds since the epoch."""
+    """A worker process started with `spec`. `started_at` is in seconds since the epoch."""
 
     spec: WorkerSpec
     incarnation: str
@@ -96,7 +93,7 @@ class WorkerHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EndedWorker:
-    """A worker that was killed or failed while no daemon ran. `started_at` is seconds since the epoch."""
+    """A worker that was killed or failed while no daemon ran. `started_at` is in seconds since the epoch."""
 
     instance: str
     spec: WorkerSpec | None
@@ -107,7 +104,7 @@ class EndedWorker:
 
 @dataclass(frozen=True, slots=True)
 class FoundWorkers:
-    """The workers of an earlier daemon: those that live, and those that were killed or failed since it ended."""
+    """The workers of an earlier daemon: live ones, and those killed or failed since it ended."""
 
     alive: Sequence[WorkerHandle]
     ended: Sequence[EndedWorker]
@@ -115,14 +112,14 @@ class FoundWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A live worker of an earlier daemon, with the status it has just answered."""
+    """A live worker of an earlier daemon, with its current status."""
 
     handle: WorkerHandle
     status: WorkerStatus
 
 
 class Launcher(Protocol):
-    """Starts workers, and finds those of an earlier daemon."""
+    """Starts workers and finds those of an earlier daemon."""
 
     async def start(self) -> None:
         """Prepare, once; returns before slow preparations end.
@@ -164,7 +161,7 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalOptions:
-    """Folders, limits of the log files, and what the nursery imports and runs."""
+    """Folders, limits of log files, and the nursery's imports and entry point."""
 
     run_dir: Path
     log_dir: Path
@@ -175,7 +172,7 @@ class LocalOptions:
 
 
 class LocalWorker(ProcessHandle):
-    """`WorkerHandle` of a process on this host. `ending` comes from the nursery, None if adopted."""
+    """`WorkerHandle` of a process on this host. `ending` is from the nursery, None if adopted."""
 
     def __init__(
         self,
@@ -231,7 +228,7 @@ class LocalWorker(ProcessHandle):
 
 
 class LocalLauncher:
-    """`Launcher` for this host. One per run directory, which a lock file ensures."""
+    """`Launcher` for this host. A lock file ensures one per run directory."""
 
     def __init__(self, options: LocalOptions) -> None:
         self._options = options
@@ -254,7 +251,7 @@ class LocalLauncher:
         if self._lock is not None:
             return
         if not socket_fits(self._run_dir):
-            raise InvalidConfig(f"run_dir: a unix socket in {self._run_dir} would have too long a path")
+            raise InvalidConfig(f"run_dir: {self._run_dir} is too long for the path of a unix socket")
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             make_private(self._run_dir)
@@ -277,7 +274,7 @@ class LocalLauncher:
         try:
             self.nursery.start()
         except LaunchFailed as error:
-            log.error("nursery not started; every launch tries again", extra={"reason": str(error)})
+            log.error("nursery not started; the next launch tries again", extra={"reason": str(error)})
 
     def _kill_of_nursery(self) -> str:
         """Why the kernel killed the nursery, which is in the cgroup of this process; empty if it did not."""
@@ -293,7 +290,7 @@ class LocalLauncher:
             return await asyncio.shield(launching)
         except asyncio.CancelledError:
             if not (await asyncio.wait({launching}, timeout=CANCEL_LIMIT_S))[0]:
-                launching.cancel()  # kills the nursery, which does not answer
+                launching.cancel()  # kills the nursery
             with suppress(LaunchFailed, asyncio.CancelledError):
                 await (await launching).stop(0)
             raise
@@ -317,8 +314,8 @@ class LocalLauncher:
                     ends = {end: ports[end].dup() for end in (RECEIVE_END, SEND_END) if end in ports}
                     joined = JoinedPort(listener.dup(), ConnectionQueue(ends))
                 except OSError as error:
-                    raise LaunchFailed(f"port {port} cannot be listened on: {error}") from error
-            self.leave_port(name)  # the one of a daemon before
+                    raise LaunchFailed(f"cannot listen on port {port}: {error}") from error
+            self.leave_port(name)  # from an earlier daemon
             self._joined[name] = joined
             return joined
 
@@ -337,7 +334,7 @@ class LocalLauncher:
             joined.queue.close()
 
     async def _launch(self, spec: WorkerSpec) -> LocalWorker:
-        async with self._turns.setdefault(spec.name, asyncio.Lock()):  # the first binds the ports, the others share
+        async with self._turns.setdefault(spec.name, asyncio.Lock()):  # the first replica binds the ports
             ports = await self._shared_ports(spec.name)
             with ExitStack() as held:
                 for sock in ports.values():
@@ -345,7 +342,7 @@ class LocalLauncher:
                 descriptors = {number: sock.fileno() for number, sock in ports.items()}
                 try:
                     return await self._fork(spec, descriptors)
-                except NurseryDied:  # once more, with a new incarnation, as the old fork may exist
+                except NurseryDied:  # retry with a new incarnation, since the old fork may exist
                     return await self._fork(spec, descriptors)
 
     async def _shared_ports(self, name: str) -> dict[int, socket.socket]:
@@ -375,8 +372,8 @@ class LocalLauncher:
         except (OSError, TeimgrError) as error:
             paths.remove()
             raise LaunchFailed(str(error)) from error
-        except (LaunchFailed, asyncio.CancelledError):  # the nursery may have forked before it died: see the run file
-            with suppress(OSError):  # no descriptors: it is not known whether there is a worker, so its files stay
+        except (LaunchFailed, asyncio.CancelledError):  # the nursery may have forked and written the run file
+            with suppress(OSError):  # without descriptors, a worker may exist: keep its files
                 if unanswered := self._find(paths):
                     await unanswered.stop(0)
                 else:
@@ -393,7 +390,7 @@ class LocalLauncher:
         try:
             found = {paths: self._find(paths) for paths in all_worker_paths(self._run_dir)}
         except OSError as error:
-            raise Unavailable(f"the workers of an earlier daemon cannot be looked for: {error}") from error
+            raise Unavailable(f"cannot look for the workers of an earlier daemon: {error}") from error
         dead = [paths for paths, worker in found.items() if not worker]
         ended = [each for paths in dead if (each := self._ended(paths))]
         for paths in dead:
@@ -442,7 +439,7 @@ class LocalLauncher:
     async def strays(self, owned: Collection[str]) -> list[Stray]:
         """As the protocol: workers with a handle, except trials and those that are being ended, and those without."""
         kept = {worker.incarnation: worker for worker in self._workers}
-        instances = [worker for worker in kept.values() if not worker.spec.name.startswith("_")]  # else a trial
+        instances = [worker for worker in kept.values() if not worker.spec.name.startswith("_")]  # "_": a trial
         found = [
             Stray(worker.incarnation, worker.spec.name, worker.pid, partial(worker.stop, 0))
             for worker in instances
@@ -460,7 +457,7 @@ class LocalLauncher:
 
     async def close(self) -> None:
         """Release the workers, end the nursery and the log rotation, unlock the run directory."""
-        if not self._regular:  # never started: the run directory may be another daemon's
+        if not self._regular:  # not started: the run directory may be another daemon's
             return
         await asyncio.gather(*self._ending)
         for worker in tuple(self._workers):
@@ -536,7 +533,7 @@ async def _stop(worker: WorkerHandle, grace_s: float, *, sigterm: bool) -> None:
     try:
         await worker.stop(grace_s, sigterm=sigterm)
     except LaunchFailed as error:
-        log.error("leftover worker does not die", extra={"reason": str(error)})
+        log.error("worker of an earlier daemon does not exit after SIGKILL", extra={"reason": str(error)})
 
 
 def _listen_for_other_hosts(address: str) -> socket.socket:

@@ -1,7 +1,4 @@
-"""Launching and adopting mux processes: the protocols, and the launcher for this host.
-
-Supervision uses only the protocols `MuxLauncher` and `MuxHandle`, so that a mux may run on another host.
-"""
+"""Launching and adopting mux processes: the protocols `MuxLauncher` and `MuxHandle`, and the launcher for this host."""
 
 from __future__ import annotations
 
@@ -32,9 +29,9 @@ from teimgr.wire.fleet_tls import FleetIdentity
 log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "teimgr.mux.process")
-BESIDE = "beside"  # as `mux/process.py` has it
-# glibc gives every buffer of some megabytes back to the kernel and faults it in again: raised thresholds make Arrow
-# calls of 10,000 texts 2.5 to 3.5 times as fast through a mux (DESIGN.md, decisions).
+BESIDE = "beside"  # also in `mux/process.py`
+# By default glibc returns each buffer of several MB to the kernel. With higher thresholds Arrow calls of 10,000 texts
+# through a mux are 2.5 to 3.5 times as fast (docs/decisions/0011).
 _MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
@@ -43,9 +40,9 @@ _MALLOC = {
 
 
 class MuxHandle(Protocol):
-    """One mux process. `is_current`: it has the configuration that its launcher would start it with.
+    """One mux process. `is_current`: its configuration is the one that its launcher would use now.
 
-    `started_at` is seconds since the epoch.
+    `started_at` is in seconds since the epoch.
     """
 
     pid: int
@@ -69,11 +66,10 @@ class MuxHandle(Protocol):
 
 
 class MuxLauncher(Protocol):
-    """Starts one mux, again and again, on one host.
+    """Starts and restarts one mux on one host.
 
-    `name` is unique in the fleet, `number` on the host, whose name is `host`. `log_name` is where people find its log.
-    `tls` are files of this host whose content the mux gets over its control link; None if it has none, or reads them
-    itself.
+    `name` is unique in the fleet, `number` on `host`. `log_name` is its log file. `tls` are files of this host whose
+    content is sent to the mux over its control link; None if it uses no TLS or reads the files itself.
     """
 
     name: str
@@ -101,7 +97,7 @@ class MuxLauncher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MuxRunFile(RunFile):
-    """The run file of a mux, with the version and the hash of the configuration that it was started with."""
+    """The run file of a mux, with its version and the hash of its configuration."""
 
     config_hash: str
 
@@ -169,7 +165,7 @@ class LocalMux(ProcessHandle):
 
 
 class LocalMuxLauncher:
-    """`MuxLauncher` for this host. `log_max_bytes` and `log_keep` are of its log."""
+    """`MuxLauncher` for this host. `log_max_bytes` and `log_keep` limit its log."""
 
     host = ""
     tls: TlsFiles | None = None
@@ -186,7 +182,7 @@ class LocalMuxLauncher:
         self.name = f"mux-{number}"
         self.number = number
         self.config = config
-        self.log_name = f"_{self.name}.log"  # no instance's name starts so
+        self.log_name = f"_{self.name}.log"  # names of instances do not start with "_"
         self.log_path = log_dir / self.log_name
         self._rotation = log_max_bytes, log_keep
         self._command = command
@@ -296,9 +292,9 @@ def local_launcher(number: int, settings: Settings, identity: FleetIdentity | No
 
 
 class SentCertificates:
-    """The content of TLS files for a mux that cannot read them: at first, and after a change.
+    """Reads TLS files for a mux that cannot read them itself, first at its start and then after each change.
 
-    Files are replaced one after the other, so a change counts once it is the same at two looks.
+    Files are replaced one after another, so a change counts only after two identical readings.
     """
 
     def __init__(self, files: TlsFiles | None) -> None:
@@ -326,8 +322,8 @@ class SentCertificates:
             pems = self._files.pems()
         except InvalidConfig as error:
             if self._sent is None:
-                raise MuxLost(f"its TLS files cannot be used: {error.message}") from error
-            self.alarm = f"the TLS files have changed and cannot be used, the former ones serve on: {error.message}"
+                raise MuxLost(f"cannot use its TLS files: {error.message}") from error
+            self.alarm = f"cannot use the changed TLS files, still using the old ones: {error.message}"
             return {}
         self._sent, self.alarm = stamp, None
         texts = {"cert": pems.cert.decode(), "key": pems.key.decode(), "ca": pems.ca.decode() if pems.ca else None}

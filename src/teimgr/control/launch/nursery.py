@@ -1,10 +1,9 @@
-"""Nursery: the fork server (zygote), a process that has imported what workers need and forks them.
+"""Nursery: the fork server (zygote), which imports the workers' modules once and forks the workers.
 
     python -m teimgr.control.launch.nursery CONTROL_FD [--entry module:function] [--preload module,module:function…]
 
-It does nothing but import and fork: one thread, no parallel tensor operation (one would leave a thread pool that does
-not exist in a child), no CUDA, no gRPC. Its control socket (SOCK_SEQPACKET) carries one JSON object
-per message:
+It has one thread and never uses CUDA, gRPC or parallel tensor operations, whose thread pool would not exist in a child.
+Its control socket (SOCK_SEQPACKET) carries one JSON object per message:
 
     in    {"id", "incarnation", "run_dir", "spec", "ports"}
                                                      with descriptors: the worker's listener, its log, the socket of
@@ -13,15 +12,15 @@ per message:
     out   {"threads", "missing", "torch"}            once, when the imports are done; a TorchBuild
           {"id", "pid"}                              with one descriptor: a pidfd of the new process
           {"id", "error"}
-          {"pid", "status"}                          a child ended; negative: by that signal
+          {"pid", "status"}                          a child exited; negative: by that signal
 
-A worker's run file is written before the answer and before the child continues, so that no worker is lost whenever the
-daemon or the nursery dies. None continues for a daemon that is gone by then: the next one may have ended its adoption.
-The nursery ends when the control socket closes. The workers, each in its own session, continue.
+A worker's run file is written before the reply and before the child continues, so the next daemon always finds it. If
+the daemon has exited by then, the child is killed, because the next daemon may have ended its adoption already. The
+nursery exits when the control socket closes; the workers, each in its own session, continue.
 
-A standby is a fork of the nursery with the same imports, whose memory it shares, and with its own control socket.
-It serves that socket as its parent does the first: so it is the nursery from its first request on, when its parent is
-dead, and no import is repeated. It holds no descriptor of its parent, whose end the daemon would else not see.
+A standby is a fork of the nursery with its own control socket. It shares the imported memory and becomes the nursery
+with its first request, after its parent has died. It closes its parent's descriptors so that the daemon sees the
+parent's end.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from teimgr.observability.memory import resident_bytes, young_collections_alone
 from teimgr.spec import WorkerSpec
 
 NAME, STANDBY_NAME = "teimgr-nursery", "teimgr-standby"
-"""Of the process, as in /proc/PID/comm."""
+"""Names of the processes, as in /proc/PID/comm."""
 MESSAGE_LIMIT_BYTES = 128 * 1024
 PORTS_LIMIT = 8
 ENTRY = "teimgr.worker.process:main"
@@ -64,29 +63,29 @@ PRELOAD = (
     "teimgr.engine.own_models",
     "teimgr.engine.native_forward.lowering:rehearse",
 )
-"""Modules, and functions of modules that are called once."""
-# Read by libraries that start threads when they are loaded; a worker sets its own number later.
+"""Modules to import, and functions to call once."""
+# Read by libraries that start threads at import; a worker sets its own number later.
 ONE_THREAD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # the allocator inside pyarrow
 }
 LIBRARY_SETTINGS = {
-    # Threads of OpenMP that have nothing to do sleep. By default they spin between parallel regions, on cores that
-    # others need: beside other load, a query after a pause took four times the CPU, a bulk batch twice.
+    # Idle OpenMP threads sleep instead of spinning on cores that others need. With spinning and other load, a query
+    # after a pause took four times the CPU time, a bulk batch twice.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # oneDNN generates code, some 0.3 MiB, for each shape of a matrix product, so for each number of tokens in a batch.
-    # It and ideep, torch's layer over it, each keep the last 1,024. The 256 of the last 64 batches serve as well, and
-    # the cache of ideep adds nothing to the other.
+    # oneDNN generates about 0.3 MiB of code for each shape of a matrix product, so for each number of tokens in a
+    # batch, and keeps 1,024 by default, as does ideep, torch's layer over it. 256, the last 64 batches, are as fast,
+    # and ideep's cache is redundant.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     "LRU_CACHE_CAPACITY": "1",
-    # The allocator inside pyarrow takes 4 MiB for the first message, and keeps the pages of large ones, which
-    # `release_unused` does not give back. Replies above 256 KiB are written into memory of numpy's (`write_table`).
+    # pyarrow's own allocator takes 4 MiB for the first message and keeps the pages of large ones even after
+    # `release_unused`. Replies above 256 KiB are written into numpy's memory (`write_table`).
     "ARROW_DEFAULT_MEMORY_POOL": "system",
 }
-"""Environment of workers, where it has no other value; the libraries read it when they are loaded."""
-# Keeps libraries that look for a card at import from initialising the driver, which does not survive a fork.
+"""Default environment of workers; libraries read it at import."""
+# Imports must not initialise the GPU driver, which does not survive a fork.
 NO_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-# When memory runs out, the kernel should kill a worker, which is restarted, not the daemon or the mux.
+# The OOM killer should choose a worker, which is restarted, not the daemon or the mux.
 _OOM_SCORE_ADJ = "300"
 
 Entry = Callable[[int, str, str, str, str], int]
@@ -95,7 +94,7 @@ Entry = Callable[[int, str, str, str, str], int]
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """A build of torch. `cuda` is None for a CPU build; `archs` are such as `sm_90`, `compute_90`."""
+    """A build of torch. `cuda` is None for a CPU build; `archs` are, for example, `sm_90` and `compute_90`."""
 
     version: str = ""
     cuda: str | None = None
@@ -136,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--preload", default=",".join(PRELOAD))
     options = parser.parse_args(arguments)
     os.environ.update(ONE_THREAD | NO_DRIVER)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a worker sets its card's; names of partitions defeat NO_DRIVER
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # workers set their own; names of MIG partitions would defeat NO_DRIVER
     for name, value in LIBRARY_SETTINGS.items():
         os.environ.setdefault(name, value)
     _name_process(NAME)
@@ -144,16 +143,16 @@ def main(arguments: Sequence[str]) -> int:
     with young_collections_alone():
         missing = preload(names)
         make_tables()
-        code_id()  # workers have the code of now, whatever is installed later
+        code_id()  # identifies the imported code, even if the files change later
         entry = find_entry(options.entry)
-        missing += call_ahead(names)  # last: `re` keeps 512 patterns, and the tables take more
-    gc.collect()  # collected during the imports too: garbage freed here leaves holes that children fill, and so copy
+        missing += call_ahead(names)  # last: `make_tables` would push its patterns out of `re`'s cache
+    gc.collect()  # imports collected too: holes freed here are filled, and so copied, in children
     gc.disable()
-    gc.freeze()  # a collection in a child would write to, and so copy, every page with objects of the nursery
+    gc.freeze()  # collections in a child must not write to, and so copy, the nursery's pages
     control: socket.socket | None = socket.socket(fileno=options.control_fd)
-    while control is not None:  # once more in each standby
+    while control is not None:  # a standby runs the loop again
         control = Nursery(control, entry).serve(missing)
-        missing = []  # reported already
+        missing = []  # already reported
     return 0
 
 
@@ -176,7 +175,7 @@ def call_ahead(names: Sequence[str]) -> list[str]:
         if function and module in sys.modules:
             try:
                 getattr(sys.modules[module], function)()
-            except Exception as error:  # of any kind: the code of libraries
+            except Exception as error:  # library code may raise anything
                 failed.append(f"{name}: {type(error).__name__}: {error}")
     return failed
 
@@ -189,7 +188,7 @@ def make_tables() -> None:
         declared_keys(family.replace("_", "-"))
     module = sys.modules.get("transformers.conversion_mapping")
     make = getattr(module, "get_checkpoint_conversion_mapping", None)
-    if make is not None:  # a detail of transformers, which may go: then each worker makes what it needs
+    if make is not None:  # internal to transformers; without it each worker does this itself
         make("")
 
 
@@ -208,7 +207,7 @@ class Nursery:
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._pids: dict[int, int] = {}  # pidfd → pid
-        self._own_control: socket.socket | None = None  # in a child that is a standby
+        self._own_control: socket.socket | None = None  # set in a standby
 
     def serve(self, missing: list[str]) -> socket.socket | None:
         """Answer requests and report exits until the daemon closes the control socket or is gone; then return None.
@@ -235,7 +234,7 @@ class Nursery:
         if not message or self._is_orphaned():
             return False
         request = json.loads(message)
-        _name_process(NAME)  # no standby any more, if it was one
+        _name_process(NAME)  # a standby becomes the nursery
         try:
             if "standby" in request:
                 (control,) = descriptors
@@ -282,7 +281,7 @@ class Nursery:
 
     def _watch(self, pid: int) -> int:
         """A pidfd of the child, whose end is reported; without one it is killed. Raises OSError."""
-        # Only `_reap` reaps the child, so its pid is not reused before.
+        # The pid cannot be reused before `_reap`.
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -301,23 +300,23 @@ class Nursery:
             if self._is_orphaned():
                 os.kill(pid, signal.SIGKILL)
                 return
-            with suppress(BrokenPipeError):  # it has ended already
+            with suppress(BrokenPipeError):  # the child has exited
                 os.write(give_go_ahead, b"!")
             self._send({"id": request["id"], "pid": pid}, pidfd)
         except (BrokenPipeError, ConnectionResetError):
-            raise  # the daemon is gone; the next one finds the worker by its run file
+            raise  # the daemon has exited; the next one finds the worker by its run file
         except OSError as error:
             os.kill(pid, signal.SIGKILL)
-            self._send({"id": request["id"], "error": f"the worker's run file cannot be written: {error}"})
+            self._send({"id": request["id"], "error": f"cannot write the worker's run file: {error}"})
 
     def _reap(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         pid = self._pids.pop(pidfd)
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # its children; the group id is not reused before the worker is reaped
+            os.killpg(pid, signal.SIGKILL)  # kills its children; the group id cannot be reused yet
         _, status, usage = os.wait4(pid, 0)
-        own = max(0, (usage.ru_maxrss << 10) - resident_bytes())  # without what it shared with this process
+        own = max(0, (usage.ru_maxrss << 10) - resident_bytes())  # without the memory shared with this process
         self._send({"pid": pid, "status": os.waitstatus_to_exitcode(status), "peak_bytes": own})
 
     def _send(self, message: dict[str, object], *descriptors: int) -> None:
@@ -347,7 +346,7 @@ class Nursery:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(status)  # without the exit handlers of the nursery
+            os._exit(status)  # skips the nursery's exit handlers
 
 
 def become_worker_process(spec: WorkerSpec, kept: Sequence[int], log: int) -> None:
@@ -410,7 +409,7 @@ def _wire_streams(log: int) -> None:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)  # a log that is read while it grows
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     sys.stderr = sys.stdout  # C libraries alone write to descriptor 2, which may be silenced
 
 

@@ -1,8 +1,7 @@
-"""Client of the nursery (the fork server): keeps it and its standby running, requests forks.
+"""Client of the nursery (the fork server): keeps it and its standby running, and requests forks.
 
-The standby is a process that the nursery has forked when its imports were done. When the nursery dies, the standby is
-the nursery from then on, at once and without an import, and forks its own standby. Only where both are dead is a new
-nursery started, which imports for seconds.
+The nursery forks a standby after its imports. If the nursery dies, the standby replaces it at once and forks its own
+standby. A new nursery, whose imports take seconds, is started only if both have died.
 """
 
 from __future__ import annotations
@@ -26,26 +25,22 @@ from teimgr.control.launch.process_handle import KILL_LIMIT_S, LaunchFailed, Run
 from teimgr.observability.logs import last_line, open_log
 
 IMPORT_LIMIT_S = 120.0
-# A standby has imported everything: it only has to run, and to fork where it is to prove that it can.
 STANDBY_LIMIT_S = 5.0
-# The process may print a traceback after its socket has closed.
-_TRACEBACK_LIMIT_S = 2.0
-# How long it may take to end at SIGTERM.
-_END_LIMIT_S = 2.0
+_TRACEBACK_LIMIT_S = 2.0  # a process may print a traceback after its socket has closed
+_END_LIMIT_S = 2.0  # after SIGTERM
 FORK_LIMIT_S = 30.0
-# Before another standby is forked in place of one that died or could not be forked.
-_STANDBY_PAUSE_S = 1.0
+_STANDBY_PAUSE_S = 1.0  # before another attempt to fork a standby
 _LOG_LIMIT_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
 
 class NurseryDied(LaunchFailed):
-    """The nursery ended before it answered."""
+    """The nursery exited before it answered."""
 
 
 class Ending(NamedTuple):
-    """How a forked process ended: its exit status, and its peak private memory; 0 if unknown."""
+    """Exit status of a forked process, and its peak private memory (0 if unknown)."""
 
     status: int
     peak_bytes: int = 0
@@ -61,9 +56,9 @@ class Forked:
 
 
 class NurseryLink:
-    """Keeps one nursery and one standby; `options` are the arguments after the nursery's control descriptor.
+    """Keeps one nursery and one standby; `options` are the nursery's arguments after the control descriptor.
 
-    `killed` gives the cause where the kernel killed a nursery just now, else an empty text.
+    `killed` returns the cause if the kernel has just killed a nursery for memory, otherwise "".
     """
 
     def __init__(self, options: Sequence[str], log_path: Path, killed: Callable[[], str] = str) -> None:
@@ -96,7 +91,7 @@ class NurseryLink:
             try:
                 self._serving = self._spawn()
             except OSError as error:
-                raise LaunchFailed(f"the nursery cannot be started: {error}") from error
+                raise LaunchFailed(f"cannot start the nursery: {error}") from error
             _record(self._serving, self._run_file)
 
     def kill_leftover(self) -> None:
@@ -187,7 +182,7 @@ class NurseryLink:
                     stdout=output,
                     stderr=output,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # a Ctrl-C in our terminal must not end it
+                    start_new_session=True,  # Ctrl-C at the daemon's terminal must not reach it
                 )
             finally:
                 os.close(output)
@@ -208,11 +203,11 @@ class NurseryLink:
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs, ExitStack() as undo:
-                undo.callback(ours.close)  # which ends the standby, if there is one
+                undo.callback(ours.close)  # ends the standby
                 forked = await process.request({"standby": True}, [theirs.fileno()], limit_s)
                 undo.pop_all()
         except (LaunchFailed, OSError) as error:
-            log.warning("no standby of the nursery", extra={"reason": str(error)})
+            log.warning("standby of the nursery not started", extra={"reason": str(error)})
             return
         self._standby = NurseryProcess(self, forked.pid, forked.pidfd, ours)
         _record(self._standby, self._standby_run_file)
@@ -224,13 +219,13 @@ class NurseryLink:
             await asyncio.sleep(pause_s)
             pause_s = _STANDBY_PAUSE_S
             async with self._one_fork:
-                if self._serving is None:  # it dies at its start; the next launch tries again
+                if self._serving is None:  # it died at its start; the next launch tries again
                     return
                 try:
                     process = await self._proven()
                 except LaunchFailed:
                     return
-                if process.threads > 1:  # its children have to import again, so a standby is worth nothing
+                if process.threads > 1:  # its children import again, so a standby is useless
                     return
                 if self._standby is None:
                     await self._fork_standby(process)
@@ -239,7 +234,7 @@ class NurseryLink:
         if not self._closed and (self._replenishing is None or self._replenishing.done()):
             self._replenishing = asyncio.create_task(self._replenish(pause_s), name="standby of the nursery")
 
-    # Of the processes
+    # Events of the processes
 
     def on_ready(self, process: NurseryProcess) -> None:
         if process is self._serving:
@@ -256,7 +251,7 @@ class NurseryLink:
             return reason
         self._serving, self._standby = self._standby, None
         cause = self._killed() or f"died: {last_line(self._log_path) or 'it left no message'}"
-        reason = f"the fork server of the workers {cause}"
+        reason = f"the workers' fork server {cause}"
         if self._closed:
             return reason
         log.error("nursery died", extra={"reason": reason, "standby": self.pid})
@@ -267,18 +262,18 @@ class NurseryLink:
             try:
                 self.start()
             except LaunchFailed as error:
-                log.error("nursery cannot be started again yet", extra={"reason": str(error)})
+                log.error("nursery not restarted; trying again", extra={"reason": str(error)})
         return reason
 
 
 def _record(process: NurseryProcess, path: Path) -> None:
-    with suppress(OSError):  # the file only lets the next daemon end it sooner
+    with suppress(OSError):  # optional: lets the next daemon end it sooner
         if run_file := RunFile.of(process.pid):
             run_file.write(path)
 
 
 class NurseryProcess:
-    """One process, from its start to its end. `child` is None for a standby, whose parent is another nursery.
+    """One nursery process. `child` is None for a standby, which another nursery forked.
 
     It takes over `pidfd` and `control`.
     """
@@ -295,8 +290,8 @@ class NurseryProcess:
         self.build = TorchBuild()
         self.threads = 0
         self.is_proven = child is not None
-        """Whether a failure of it is an error and no reason to try the next one: false for a standby, which may have
-        been stopped or hang since it was forked, until its first answer to a request."""
+        """True after its first reply. A standby may hang since its fork, so a failure before that leads to the next
+        process instead of an error."""
         self._loop = asyncio.get_running_loop()
         self._owner = owner
         self._pidfd = pidfd
@@ -331,7 +326,7 @@ class NurseryProcess:
                 await asyncio.shield(self._ready)
         except TimeoutError:
             await self._kill()
-            raise LaunchFailed("the nursery's imports do not end") from None
+            raise LaunchFailed("the nursery's imports took too long") from None
 
     async def request(self, request: Mapping[str, Any], descriptors: Sequence[int], limit_s: float) -> Forked:
         """Have a process forked; one call at a time, after `ready`. Without an answer in time it is killed.
@@ -351,25 +346,25 @@ class NurseryProcess:
                 return await self._reply
         except TimeoutError:
             await self._kill()
-            raise LaunchFailed("the nursery does not answer") from None
-        except asyncio.CancelledError:  # the caller stopped waiting
+            raise LaunchFailed("the nursery did not answer") from None
+        except asyncio.CancelledError:
             await self._kill()
             raise
         except (BrokenPipeError, ConnectionResetError) as error:
             await self._kill()
-            raise NurseryDied(f"the fork server of the workers is gone: {error}") from error
+            raise NurseryDied(f"the workers' fork server has exited: {error}") from error
         except OSError as error:
-            raise LaunchFailed(f"the request cannot be sent to the nursery: {error}") from error
+            raise LaunchFailed(f"cannot send the request to the nursery: {error}") from error
         finally:
             self._reply = None
 
     async def end(self) -> None:
-        self._send_signal(signal.SIGTERM)  # during its imports it would not notice a closed socket
+        self._send_signal(signal.SIGTERM)  # during imports it does not notice a closed socket
         try:
             async with asyncio.timeout(_END_LIMIT_S):
                 await self._gone.wait()
         except TimeoutError:
-            await self._kill()  # stopped, or it hangs
+            await self._kill()
 
     async def _kill(self) -> None:
         """Kill it and wait, so that it cannot fork a worker later."""
@@ -414,14 +409,14 @@ class NurseryProcess:
     def _on_reply(self, reply: asyncio.Future[Forked], message: dict[str, Any], pidfd: int | None) -> None:
         if "error" in message:
             reply.set_exception(LaunchFailed(message["error"]))
-        elif pidfd is None:  # the kernel drops a descriptor for which this process has no room
+        elif pidfd is None:  # the kernel drops descriptors above the limit of open files
             with suppress(ProcessLookupError):
                 os.kill(message["pid"], signal.SIGKILL)
-            text = "no descriptor is left for a worker: raise the limit of open files (RLIMIT_NOFILE)"
+            text = "too many open files for a worker: raise the limit of open files (RLIMIT_NOFILE)"
             reply.set_exception(LaunchFailed(text))
         else:
             ending = self._endings[message["pid"]] = self._loop.create_future()
-            # The process may have exited, and its status be the next message: the caller gets the future itself.
+            # The exit may be the next message, so the caller gets the future itself.
             reply.set_result(Forked(message["pid"], pidfd, ending))
 
     def _on_ready(self, threads: int, missing: list[str]) -> None:
@@ -431,16 +426,16 @@ class NurseryProcess:
         if threads != 1:
             log.warning("nursery has several threads; workers start slowly", extra={"threads": threads})
         for problem in missing:
-            log.warning("nursery could not prepare", extra={"problem": problem})
+            log.warning("nursery could not preload", extra={"problem": problem})
         self._owner.on_ready(self)
 
     def _on_ended(self) -> None:
-        reason = "the fork server of the workers died"
+        reason = "the workers' fork server died"
         try:
-            self._readable()  # the last reported exits
+            self._readable()  # read the last exits
             self._release()
             reason = self._owner.on_died(self)
-        finally:  # waiting calls must fail even if something else goes wrong
+        finally:  # waiting calls must fail in any case
             self._fail(NurseryDied(reason))
 
     def _release(self) -> None:
@@ -449,19 +444,19 @@ class NurseryProcess:
         os.close(self._pidfd)
         if self._kill_timer is not None:
             self._kill_timer.cancel()
-        # The end of the stream may not have been seen: a child that was just forked may hold the other end.
+        # A child that was just forked may hold the other end, so there may have been no end of stream.
         self._loop.remove_reader(self._control.fileno())
         self._control.close()
         if self._child is not None:
             self._child.wait()
         else:
-            reap(self.pid)  # its parent has done so, unless it is dead and orphans come to this process
+            reap(self.pid)  # its parent reaps it, unless it died and orphans are ours
 
     def _fail(self, error: LaunchFailed) -> None:
         for future in (self._ready, self._reply):
             if future is not None and not future.done():
                 future.set_exception(error)
-                future.exception()  # retrieved, in case nothing waits for it
+                future.exception()  # marks it as retrieved
         for ending in self._endings.values():
             if not ending.done():
                 ending.set_result(None)

@@ -1,7 +1,7 @@
-"""Processes that outlive the daemon: identity, run directory and run files, a handle to wait for, signal and stop one.
+"""Processes that outlive the daemon: their identity, run directory, run files and handles. For workers and muxes.
 
-A pid may be reused. A process is identified by pid and start time within one boot (`ProcessId`, `RunFile`), and held by
-a pidfd, which never refers to another process (`ProcessHandle`). Workers and muxes use the same classes.
+Pids are reused, so a process is identified by pid and start time within one boot (`ProcessId`, `RunFile`) and held by
+a pidfd, which never refers to another process (`ProcessHandle`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from teimgr.observability.logs import LogLines, LogSpan
 from teimgr.spec import WorkerSpec, known, worker_file
 
 LOCK_FILE = "daemon.lock"
-"""In a run directory, locked by the daemon that uses it."""
+"""File in a run directory, locked by the daemon that uses it."""
 _ROOM_BYTES = 1 << 16
 KILL_LIMIT_S = 10.0
-"""How long a process may take to vanish after SIGKILL before we call it stuck."""
+"""Time for a process to exit after SIGKILL before it counts as stuck."""
 
 LOADED_PART = 0.25
-"""The part of a time in which a process without an answer ran or waited for a processor, from which it is at work."""
+"""A process without an answer is working if it ran or waited for a processor for at least this fraction of the time."""
 
 # Fields of /proc/<pid>/stat after the parenthesised name, counted from 0 (proc_pid_stat(5) counts from 1, name is 2).
 _STATE, _START_TIME = 0, 19
@@ -45,14 +45,14 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class LaunchFailed(Exception):
-    """A process could not be started, or not be ended; the text is the reason. May succeed later."""
+    """A process could not be started or ended; the text is the reason. A later attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
-    """The reason that a worker gives for its exit. `code` is a number of `errors.Code`.
+    """A worker's own reason for its exit. `code` is a number of `errors.Code`.
 
-    `permanent`: another worker with the same spec would fail in the same way.
+    `permanent`: another worker with the same spec would fail too.
     """
 
     code: int
@@ -64,8 +64,8 @@ class ExitReport:
 class Exit:
     """How a process ended.
 
-    `status` is the exit status, negative for a signal, None if it is unknown (an adopted process is not our child).
-    `log_tail` is the last line of the worker's log where that may explain the exit, `log` the part of its time.
+    `status` is the exit status, negative for a signal, None if unknown (an adopted process is not our child).
+    `log_tail` is the last line of the worker's log if it may explain the exit, `log` the log since the worker's start.
     """
 
     status: int | None
@@ -93,7 +93,7 @@ def look_up(pid: int) -> ProcessId | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()  # the name may itself hold spaces and parentheses
+    fields = text.rpartition(")")[2].split()  # the name may contain spaces and parentheses
     return None if fields[_STATE] in "ZX" else ProcessId(pid, int(fields[_START_TIME]))
 
 
@@ -101,7 +101,7 @@ def children_of(*pids: int | None) -> list[ProcessId]:
     """The live children of processes; those that are gone have no children."""
     found: list[ProcessId] = []
     for pid in filter(None, pids):
-        with suppress(OSError):  # it has ended, or the kernel does not list children
+        with suppress(OSError):  # the process has exited, or the kernel does not list children
             numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             found += [process for number in numbers if (process := look_up(int(number)))]
     return found
@@ -113,7 +113,7 @@ def open_pidfd(process: ProcessId) -> int | None:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return None
-    # The pidfd pins the pid's process: if the start time still matches now, it is the right one.
+    # The pidfd holds the process; if the start time still matches, it is the right one.
     with ExitStack() as held:
         held.callback(os.close, pidfd)
         if look_up(process.pid) == process:
@@ -134,12 +134,12 @@ def keep_room(run_dir: Path) -> None:
     lock = run_dir / LOCK_FILE
     with suppress(OSError):
         if lock.stat().st_size < _ROOM_BYTES:
-            lock.write_bytes(os.urandom(_ROOM_BYTES))  # a disk that compresses keeps no room for zeros
+            lock.write_bytes(os.urandom(_ROOM_BYTES))  # zeros would reserve nothing on a compressing file system
 
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """A JSON file by which the next daemon finds a process to adopt; subclasses add what it was started with."""
+    """A JSON file from which the next daemon adopts a process; subclasses add the parameters of its start."""
 
     pid: int
     start_time: int
@@ -186,7 +186,7 @@ class RunFile:
 
 
 class ProcessHandle:
-    """Waits for one process and stops it. The pidfd is closed when the process has ended, or by `release`.
+    """Waits for one process and stops it. The pidfd is closed by `release`, or when the process has exited.
 
     The process leads its own process group, which ends with it.
     """
@@ -196,7 +196,7 @@ class ProcessHandle:
         self._pidfd = pidfd
         self._child = child
         self._ended = asyncio.Event()
-        self._was_killed = False  # by us
+        self._was_killed = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pidfd, self._ended.set)
         self._exit = asyncio.create_task(self._watch(), name=f"exit of process {pid}")
@@ -252,7 +252,7 @@ class ProcessHandle:
         try:
             counts = [file.read_text().split() for file in Path(f"/proc/{self.pid}/task").glob("*/schedstat")]
             return sum(int(ran) + int(waited) for ran, waited, _ in counts) / 1e9 if counts else None
-        except (OSError, ValueError):  # a thread has ended meanwhile
+        except (OSError, ValueError):  # a thread has just ended
             return None
 
     async def release(self) -> None:
@@ -271,7 +271,7 @@ class ProcessHandle:
         try:
             await self._ended.wait()
         finally:
-            self._ended.set()  # also when released: the pidfd must not be used any more
+            self._ended.set()  # also after `release`, when the pidfd must not be used
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
         return self.describe_exit(await self.exit_status())
@@ -285,7 +285,7 @@ class ProcessHandle:
             self._was_killed = True
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self.send_signal(signal.SIGKILL)  # it may be too young to lead a group
+            self.send_signal(signal.SIGKILL)  # it may not lead its group yet
 
 
 def reap(pid: int) -> int | None:
@@ -311,7 +311,7 @@ def new_incarnation() -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRunFile(RunFile):
-    """The run file of a worker. `spec` is kept as text: one of another version of teimgr may not parse."""
+    """The run file of a worker. `spec` is text, since one of another version may not parse."""
 
     socket: str
     incarnation: str
@@ -329,9 +329,9 @@ class WorkerRunFile(RunFile):
 
 @dataclass(frozen=True, slots=True)
 class WorkerPaths:
-    """The files of one worker in the run directory: control socket, run file, and exit report if it wrote one.
+    """The files of one worker in the run directory: control socket, run file, and an optional exit report.
 
-    The nursery writes the run file right after the fork, so it exists even if the daemon dies at that moment.
+    The nursery writes the run file right after the fork, so it exists even if the daemon dies then.
     """
 
     folder: Path
@@ -391,7 +391,7 @@ def _processes() -> Iterator[ProcessId]:
 def _has_descriptor(process: ProcessId, targets: Collection[str]) -> bool:
     try:
         return any(str(entry.readlink()) in targets for entry in Path(f"/proc/{process.pid}/fd").iterdir())
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has exited or is another user's
         return False
 
 
@@ -411,11 +411,11 @@ def make_private(folder: Path) -> None:
         if found.st_uid != os.geteuid():
             raise InvalidConfig(f"run_dir: {folder} belongs to another user")
         if found.st_mode & stat.S_ISVTX:
-            raise InvalidConfig(f"run_dir: {folder} is a shared folder; name one inside it")
+            raise InvalidConfig(f"run_dir: {folder} is a shared folder; use a folder inside it")
         if found.st_mode & 0o777 == 0o700:
             return
         if foreign := sorted(_unknown_files(folder)):
-            raise InvalidConfig(f"run_dir: {folder} holds other things, such as {foreign[0]}; name an empty folder")
+            raise InvalidConfig(f"run_dir: {folder} contains other files, such as {foreign[0]}; use an empty folder")
         folder.chmod(0o700)
     except OSError as error:
         raise InvalidConfig(f"run_dir: {folder} cannot be used: {error.strerror or error}") from error
@@ -429,16 +429,16 @@ def _unknown_files(folder: Path) -> Iterator[str]:
 
 
 class MeteredProcess(Protocol):
-    """A worker or mux, on this host or another."""
+    """A worker or mux on this host or another."""
 
     def activity_s(self) -> Awaitable[float | None]:
         """Like `WorkerHandle.activity_s`."""
 
 
 class WorkMeter:
-    """Within its block `has_worked` tells whether `process` worked since the last call, at first since the beginning.
+    """Within its block, `has_worked` is True if `process` worked since the last call or the start of the block.
 
-    A reading of a process of another host takes a message there and back, which nothing waits for but `has_worked`.
+    Reading a process of another host takes a round trip, for which only `has_worked` waits.
     """
 
     def __init__(self, process: MeteredProcess | None) -> None:

@@ -1,4 +1,4 @@
-"""The listening sockets of an instance's ports, which its workers and the daemon pass on to each other."""
+"""The listening sockets of an instance's ports, passed between its workers and the daemon."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from teimgr.http.connection_gate import BACKLOG
 from teimgr.wire.frames import HEADER, FrameType, Method, pack_header, unpack_header
 from teimgr.worker.connection_queue import ConnectionQueue
 
-_SHARE_LIMIT_S = 15.0  # a worker that loads its model may answer late
+_SHARE_LIMIT_S = 15.0  # a loading worker may answer late
 _SHARE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedPort:
-    """The port of an instance in a process that is not one of its workers, with the queue of connections of these."""
+    """An instance's port in a process that is not one of its workers, with the workers' connection queue."""
 
     listener: socket.socket
     queue: ConnectionQueue
@@ -54,7 +54,7 @@ async def borrow_ports(path: Path) -> dict[int, socket.socket]:
                     await readable.wait()
                 finally:
                     loop.remove_reader(link)
-                # Descriptors come with the first byte of the answer, which is small enough to come whole.
+                # The reply with its descriptors is small enough for one read.
                 answer, descriptors, _, _ = socket.recv_fds(link, _SHARE_BYTES, PORTS_LIMIT)
     except OSError:  # TimeoutError is one of them
         return {}
@@ -62,10 +62,10 @@ async def borrow_ports(path: Path) -> dict[int, socket.socket]:
     if len(answer) < HEADER.size or unpack_header(answer).type != FrameType.REPLY:
         return {}
     numbers = json.loads(answer[HEADER.size :])
-    if len(sockets) < len(numbers):  # the kernel drops those that do not fit
+    if len(sockets) < len(numbers):  # the kernel drops descriptors above the limit
         for sock in sockets:
             sock.close()
-        raise LaunchFailed("no descriptors are left for an instance's ports: raise the limit of open files")
+        raise LaunchFailed("too many open files for an instance's ports: raise the limit of open files")
     return dict(zip(numbers, sockets, strict=True))
 
 

@@ -1,7 +1,6 @@
-"""Stray workers: live processes of a run directory, or children of the nursery, of which the launcher has no handle.
+"""Stray workers: live processes of a run directory, or children of the nursery, without a handle in the launcher.
 
-A supervisor ends with its instance, and a launch that is cancelled leaves nothing; so a stray is a defect. It would
-serve, hold its memory and outlive the daemon while no list has it: `Sweep` ends it, with an alarm.
+A stray is a defect: it would keep serving and hold memory although no instance owns it. `Sweep` ends it, with an alarm.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from teimgr.control.launch.process_handle import (
 
 SWEEP_INTERVAL_S = 10.0
 ALARM_S = 3600.0
-"""How long the alarm of a stray stays."""
+"""Duration of the alarm about a stray."""
 _MAX_ALARMS = 16
 
 log = logging.getLogger(__name__)
@@ -39,9 +38,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """A live worker process that nothing owns. `key` identifies it; `instance` is empty if it is not known.
+    """A live worker process without an owner. `key` identifies it; `instance` is "" if unknown.
 
-    `end` kills it; raises LaunchFailed: it is still there some time after SIGKILL.
+    `end` kills it, and raises LaunchFailed if it does not exit after SIGKILL.
     """
 
     key: str
@@ -81,9 +80,9 @@ async def _kill(process: ProcessId, paths: WorkerPaths | None) -> None:
 
 
 class Sweep:
-    """Looks for strays regularly: ends those that `find` finds beside `owned()`, incarnations, in two looks in a row.
+    """Periodically ends strays: workers from `find` whose incarnation is not in `owned()` in two consecutive looks.
 
-    One look is not enough: a worker that was forked just now has no supervisor for a moment.
+    One look is not enough, since a new worker has no supervisor for a moment.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Memory of the fleet: what each device has, what workers reserve and take, what a model is expected to take."""
+"""Memory of the fleet: capacity of devices, reservations and use of workers, predicted footprints of models."""

@@ -1,7 +1,7 @@
-"""Admission of loads to the memory of hosts and cards: no worker is launched before the ledger has granted its memory.
+"""Admission of loads: no worker is launched before the ledger has granted its memory.
 
-One load is judged at a time, by the ledger and by a fresh report of the system. One that will fit once others have
-loaded waits for them; one that does not fit fails with the reason, and its supervisor tries again later.
+Loads are judged one at a time, by the ledger and a new report of the system. A load that will fit once others have
+loaded waits for them. A load that does not fit fails with the reason, and its supervisor tries again later.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from teimgr.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 
-_ADOPTED_READ_S = 2.0  # how long a load waits for the first readings of workers of an earlier daemon
+_ADOPTED_READ_S = 2.0  # a load's wait for the first readings of adopted workers
 _UNREAD = Footprint(host_bytes=0, source="assumed")
 
 Relief = Callable[[str, int, int, Mapping[str, int], str], Awaitable[bool]]
-"""Makes room for a refused load, as by an eviction; True where it is to be judged again.
+"""Makes room for a refused load, such as by an eviction; True if the load should be judged again.
 
-Gets the instance, the bytes that it needs, those that are free, what each instance holds of the device, and the device.
+Arguments: the instance, the bytes it needs, the bytes free, the bytes each instance holds on the device, the device.
 """
 Outgrown = Callable[[str, int, Mapping[str, int], str], None]
-"""Hears that an instance has grown, what all take beyond the budget of a device, what each holds of it, and the device.
-"""
+"""Called if the budget of a device is exceeded: the instance that grew, the excess bytes, the bytes each instance holds
+on the device, the device."""
 
 
 class Admission:
-    """The ledger of the fleet in use. `refresh` has the system's figures reported."""
+    """The ledger of the running fleet. `refresh` reports the system's figures to it."""
 
     def __init__(self, ledger: Ledger, footprints: Footprints, refresh: Callable[[], Awaitable[object]]) -> None:
         self.ledger = ledger
@@ -42,7 +42,7 @@ class Admission:
         self._refresh = refresh
         self._waiting: defaultdict[str, deque[asyncio.Future[None]]] = defaultdict(deque)  # by host
         self._unread: set[Reservation] = set()  # adopted workers that have not reported their memory yet
-        self._claims: list[tuple[Place, Footprint]] = []  # of loads that wait
+        self._claims: list[tuple[Place, Footprint]] = []  # of waiting loads
         self._promised: dict[tuple[str, int], Reservation] = {}
         self._all_read = asyncio.Event()
         self._all_read.set()
@@ -133,7 +133,7 @@ class Admission:
             if found.may_pass:
                 await self._change(place.host, is_first=True)
             else:
-                self._wake_next(place.host)  # relief may take long, and what comes next may fit
+                self._wake_next(place.host)  # relief may take long; the next load may fit now
                 held = self.ledger.held_on(found.device)
                 if self._relief is None or not await self._relief(
                     spec.name, found.needed_bytes, found.free_bytes, held, found.device

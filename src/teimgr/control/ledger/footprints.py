@@ -1,10 +1,9 @@
-"""Footprints of models: the predicted figure, or the measured one, which is kept in a file beside the state file.
+"""Memory footprints of models: predicted, or measured and kept in a file beside the state file.
 
-A prediction is from the heads of the model's files, before it is loaded for the first time. Its constants are measured
-on workers of the fork server, of all kinds by `bench ledger`. It is an upper bound, meant to be at most a quarter too
-high.
+Before a model's first load, its footprint is predicted from the headers of its files. The constants were measured with
+`bench ledger` on forked workers of all kinds. A prediction is an upper bound, meant to be at most 25 % too high.
 
-A figure is of one model and revision, dtype, kind of device, version of the engine and batch budget (`figure_key`).
+A figure applies to one model and revision, dtype, kind of device, engine version and batch budget (`figure_key`).
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ ASSUMED = Footprint(host_bytes=2 << 30, source="assumed")
 """Assumed bytes of a model whose files are not on this host yet."""
 ASSUMED_ON_CARD = Footprint(host_bytes=2 << 30, device_bytes=2 << 30, source="assumed")
 _MIB = 1 << 20
-_PROCESS_BYTES = 34 * _MIB  # what a forked worker writes of the pages that it has from the fork server
-# Of a model whose tokenizer is not WordPiece, with its caches and longer texts.
-_OTHER_TOKENIZER_BYTES = 5 * _MIB
-_NARROW_BYTES = 1 * _MIB  # of types other than float32
+_PROCESS_BYTES = 34 * _MIB  # shared pages of the fork server that a worker writes
+_OTHER_TOKENIZER_BYTES = 5 * _MIB  # caches of tokenizers other than WordPiece
+_NARROW_BYTES = 1 * _MIB  # for dtypes other than float32
 _WORDPIECE = frozenset({"albert", "bert", "distilbert", "electra", "mpnet", "nomic_bert"})
-# What comes on top of an embedding's head, in its largest batch.
+# Added for the output of the largest batch, compared with an embedding model.
 _KIND_BYTES = {
     Kind.SPARSE: 3 * _MIB,
     Kind.MULTI_VECTOR: 2 * _MIB,
@@ -47,31 +45,31 @@ _KIND_BYTES = {
     Kind.CLASSIFIER: 3 * _MIB,
     Kind.TOKEN_CLASSIFIER: 3 * _MIB,
 }
-_STATIC_PROCESS_BYTES = 18 * _MIB  # one that never runs a transformer
+_STATIC_PROCESS_BYTES = 18 * _MIB  # never runs a transformer
 _CARD_PROCESS_BYTES = 1200 * _MIB  # with a CUDA context
 CONTEXT_BYTES = 640 * _MIB
-"""Bytes of a process on a card besides those of its allocator."""
+"""Bytes of a process on a card outside its allocator."""
 FIRST_CALLS_BYTES = 9 * _MIB // 2
 """Growth of a loaded worker after calls of all interfaces: 2.3 to 4.3 MiB in `bench forty`'s models."""
 _MAX_FIGURES = 10_000
 _SAME = 0.02
-"""A later measurement within this part of the kept figure is not written again."""
+"""A measurement that differs from the kept one by at most this fraction is not written."""
 _SAME_LOAD = 0.2
-"""The same of a load's time."""
+"""The same for load times."""
 _REMEMBERED = 7 / 8
 _FIELDS = ("host_bytes", "device_bytes", "loading_bytes")
 
 
 class _Architecture(NamedTuple):
-    """MiB that an architecture takes beside its weights: in float32, in other types, and more while it loads."""
+    """MiB used by an architecture in addition to its weights: in float32, in other dtypes, and more during the load."""
 
     wide: int = 0
     narrow: int = 0
     loading: int = 0
 
 
-# Torch's libraries allocate working memory for models that its operators compute, more in 16 bits than in float32;
-# DeBERTa's code is compiled at load.
+# Models computed by torch operators: its libraries allocate working memory, more in 16 bits than in float32. DeBERTa's
+# code is compiled at load.
 _ARCHITECTURES = {
     "mpnet": _Architecture(19, 21, 7),
     "t5": _Architecture(14, 14, 7),
@@ -80,7 +78,7 @@ _ARCHITECTURES = {
     "gemma3_text": _Architecture(11, 20, 2),
     "qwen3": _Architecture(5, 14, 0),
 }
-_BYTES_OF_TOKENIZER = 19  # in memory, for each byte of its file
+_BYTES_OF_TOKENIZER = 19  # in memory per byte of its file
 _MARGIN = 1.08
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _STATIC_BATCH_BYTES = 8 * _MIB
@@ -92,15 +90,15 @@ def predicted(sizes: WeightSizes, dtype: str, max_batch_tokens: int, *, on_card:
     On a CPU the layers are copied into the order in which they are computed; tables of float32 stay in the file,
     and the page cache is not charged to anyone. On a card everything is copied to it.
     """
-    item = 4 if sizes.is_static else _ITEM_BYTES.get(dtype, 4)  # a table keeps the type of its file
+    item = 4 if sizes.is_static else _ITEM_BYTES.get(dtype, 4)  # static models keep the dtype of the file
     tokenizer = _BYTES_OF_TOKENIZER * sizes.tokenizer_bytes
     if sizes.is_static and not on_card:
         host = _STATIC_PROCESS_BYTES + tokenizer + 4 * sizes.parameters + _STATIC_BATCH_BYTES
         return _with_margin(host, 4 * sizes.parameters)
     batch = _batch_bytes(sizes, max_batch_tokens, on_card=on_card)
-    widened = 0 if sizes.is_wide else 4 * sizes.parameters  # for the comparison with float32, while it loads
+    widened = 0 if sizes.is_wide else 4 * sizes.parameters  # float32 copy for the comparison at load
     if on_card:
-        # As if in use from the start; a table has none.
+        # Counted from the start, although CUDA graphs are captured later. Static models have none.
         graphs = 0 if sizes.is_static else GRAPH_TOKENS * sizes.hidden * _ITEM_BYTES["float16"]
         device = CONTEXT_BYTES + item * sizes.parameters + batch + graphs
         found = _with_margin(_CARD_PROCESS_BYTES + tokenizer, widened)
@@ -116,7 +114,7 @@ def predicted(sizes: WeightSizes, dtype: str, max_batch_tokens: int, *, on_card:
     layers = sizes.parameters - sizes.tables
     tables = 0 if sizes.is_wide else 4 * sizes.tables
     copied = item * layers + tables
-    # int8 is made from float32, all layers of which may be there at once.
+    # int8 is quantized from float32 layers, all of which may be in memory at once.
     extra = max(widened, 4 * layers) // (1 if item == 1 else 4) + own.loading * _MIB
     return _with_margin(process + tokenizer + copied + batch, extra)
 
@@ -139,7 +137,7 @@ def _with_margin(host: int, extra_while_loading: int) -> Footprint:
 
 
 class ModelOptions(Protocol):
-    """The settings of an `InstanceSpec` or `WorkerSpec` on which a footprint depends."""
+    """The fields of an `InstanceSpec` or `WorkerSpec` that a footprint depends on."""
 
     @property
     def model_id(self) -> str: ...
@@ -165,7 +163,7 @@ def figures_path(state_file: Path) -> Path:
 
 
 class Footprints:
-    """The figures of all models. Used by the event loop; files are read on threads."""
+    """The figures of all models, used by the event loop; threads read the files."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._file = DelayedJson(path, "figures of memory", self._content)
@@ -227,7 +225,7 @@ class Footprints:
         is reduced by an eighth, until it is measured again.
         """
         identity, sizes = self._sizes.get(_options(spec), ("", None))
-        if sizes is None:  # its files came while it started, and a figure without their identity could be of others
+        if sizes is None:  # downloaded during the start: unknown revision
             return measured
         key = figure_key(spec, identity, device_kind)
         before = self._measured.pop(key, None)
@@ -308,7 +306,7 @@ def _look(spec: ModelOptions, roots: Sequence[str] | None) -> tuple[str, WeightS
             sizes = weight_sizes(layout)
     except (TeimgrError, OSError):  # the worker reports it
         return "", None
-    except Exception:  # a fault of ours in what reads a model's files; the start, or a plan, goes on without figures
+    except Exception:  # a bug in reading the files must not fail the start
         log.exception("cannot predict the memory of a model", extra={"model_id": spec.model_id})
         return "", None
     return source.sha or f"{sizes.file_bytes}.{sizes.changed_ns}", sizes

@@ -1,22 +1,21 @@
-"""The memory ledger: what is reserved on each host and card, and whether one more load fits.
+"""The memory ledger: reservations on each host and card, and whether one more load fits.
 
-Bookkeeping without clock, I/O or lock; the event loop owns it. A worker holds a `Reservation` from before its load
-until its process is gone:
+It has no clock, I/O or lock; the event loop owns it. A worker holds a `Reservation` from before its load until its
+process has exited:
 
     reserve(instance, replica, footprint, place)  before the load: a Reservation, or a Shortage with the reason
     settle(reservation, measured)                 after the first batch: the measured figure replaces the predicted one
-    release(reservation)                          when the process is gone, not before
+    release(reservation)                          after the process has exited
 
-    judge(footprint, place)                       what `reserve` would answer, without a reservation
-    free(device)                                  bytes that one more load may take
+    judge(footprint, place)                       the result of `reserve`, without a reservation
+    free(device)                                  bytes available to one more load
     excess(device)                                bytes that workers hold beyond the budget
-    report(device, total, free)                   total and free bytes as the system has them: other programs use it too
-    copy()                                        a ledger to try decisions in, for a plan
+    report(device, total, free)                   the system's figures, which include other programs
+    copy()                                        a copy in which a plan tries decisions
 
-A device is a host by its name ("" where the fleet has one host) or a card by its UUID. A load fits where its footprint
-is at most the lesser of what the ledger has left and what the system reports free, less what workers have reserved and
-the report does not show: all of a loading one, room for the largest batch and for the cache of a loaded one. So no byte
-is promised twice.
+A device is a host by its name ("" in a fleet of one host) or a card by its UUID. A load fits if its footprint is at
+most the smaller of two figures: the budget minus all reservations, and the free memory reported by the system minus
+the part of the reservations that the report does not show yet. So no byte is promised twice.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 HEADROOM_BYTES = 128 << 20
-"""Memory that is kept free of what the system reports free on a host; a budget is exact and keeps none."""
+"""Part of the reported free memory of a host that stays unused. A budget has no headroom."""
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What a worker takes: `host_bytes` are private to its process, `device_bytes` on its card.
+    """Memory of a worker: `host_bytes` private to its process, `device_bytes` on its card.
 
-    `loading_bytes` is the most that it takes on the host while it loads, 0 where that is no more. `source`: measured on
-    an earlier worker of the same model, predicted from the headers of its weights, or assumed as no file is here yet.
+    `loading_bytes` is the peak on the host during the load, or 0 if it is not higher. `source`: measured on an earlier
+    worker of the model, predicted from the headers of its weights, or assumed because its files are not here yet.
     """
 
     host_bytes: int
@@ -49,7 +48,7 @@ class Footprint:
 
 
 class Place(NamedTuple):
-    """Where a worker runs: the name of its host, "" in a fleet of one, and the UUID of its card, None for the CPU."""
+    """Where a worker runs: its host ("" in a fleet of one host) and the UUID of its card, None for the CPU."""
 
     host: str = ""
     gpu: str | None = None
@@ -62,9 +61,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Why a load does not fit: the device, what it needs there, and what is free, or will be once others have loaded.
+    """Why a load does not fit: the device, the bytes needed and the bytes free there.
 
-    `may_pass`: it fits then.
+    `may_pass`: it will fit once other loads have ended; the free bytes are then those after these loads.
     """
 
     device: str
@@ -85,7 +84,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Overrun:
-    """A worker that takes more than it had reserved; the reservation was raised to it."""
+    """A worker that uses more than its reservation, which was raised."""
 
     device: str
     reserved_bytes: int
@@ -101,8 +100,8 @@ class Reservation:
     place: Place
     footprint: Footprint
     is_settled: bool = False
-    reading: Footprint | None = None  # what it took when it was read last
-    shown: dict[str, int] = field(default_factory=dict)  # of that, what the last report of each device includes
+    reading: Footprint | None = None  # last measured use
+    shown: dict[str, int] = field(default_factory=dict)  # part of it in each device's last report
 
     def bytes_on(self, device: str) -> int:
         """Return the bytes that it holds of a device."""
@@ -116,7 +115,7 @@ class Reservation:
 
 @dataclass(slots=True)
 class Account:
-    """One device: its budget, if there is one, and what the system reported; None if it reports nothing."""
+    """One device: its budget and the system's figures; None if unknown."""
 
     device: str
     label: str
@@ -165,9 +164,9 @@ class Account:
 
 
 class Ledger:
-    """The accounts of all devices. `host_budget` and `card_budget` are those of each host and card, None for none.
+    """The accounts of all devices. `host_budget` and `card_budget` apply to each host and card; None is unlimited.
 
-    Without `refuses` every load fits.
+    Without `refuses`, every load fits.
     """
 
     def __init__(self, host_budget: int | None = None, card_budget: int | None = None, *, refuses: bool = True) -> None:
@@ -228,7 +227,7 @@ class Ledger:
                 device_bytes=max(before.device_bytes, measured.device_bytes),
             )
         reservation.footprint, reservation.is_settled, reservation.reading = measured, True, now
-        if is_adopted:  # it is older than each report, so all of them include it
+        if is_adopted:  # each report is newer and includes it
             for device in (reservation.place.device, reservation.place.host):
                 reservation.show(device)
         return overrun

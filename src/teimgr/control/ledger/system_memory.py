@@ -1,6 +1,5 @@
-"""Memory of this host as the system reports it: what is there, what new processes may take, and how many the kernel
-killed for want of it, by cgroups of both versions too; and the limit of a worker's resident memory.
-"""
+"""Memory of this host as reported by the system and by cgroups v1 and v2, kernel OOM kills, and the limit of a worker's
+resident memory."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _GIB = 2**30
 
 
 class _Files(NamedTuple):
-    """Below the mount point, the limit, the use, the prefix of keys in memory.stat, and the file of kills."""
+    """Files of one cgroup version: subfolder, limit, use, prefix of keys in memory.stat, and OOM kills."""
 
     folder: str
     limit: str
@@ -38,19 +37,19 @@ _VERSIONS = (
 
 
 class CgroupMemory:
-    """The cgroup of a process and those above it, of both versions; `process` is its pid, or "self".
+    """The cgroup of a process (a pid or "self") and its ancestors, of both versions.
 
-    In a container the path may be that of the host, where only the mount point is ours.
+    In a container the path may be the host's; then only the mount point can be read.
     """
 
     def __init__(self, process: int | str = "self", root: Path = _CGROUPS, proc: Path = _PROC) -> None:
         self._proc = proc
         try:
             lines = (proc / str(process) / "cgroup").read_text().splitlines()
-        except OSError:  # it has ended, or the kernel has none
+        except OSError:  # the process has exited, or the kernel has no cgroups
             lines = []
         self.groups = tuple(_groups(root, lines))
-        """Folders with their files, of each version the nearest first."""
+        """Folders with their files; for each version, the nearest first."""
 
     def free_bytes(self) -> int | None:
         """Return the bytes left by the limits, None without one. File cache counts as free, as in MemAvailable."""
@@ -141,7 +140,7 @@ def _limit_and_use(group: Path, files: _Files) -> tuple[int, int] | None:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         cache = sum(int(stat.get(f"{files.prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
         return int(most), max(0, int((group / files.use).read_text()) - cache)
-    except (OSError, ValueError):  # the root has no limit, and a path of the host is not here
+    except (OSError, ValueError):  # the root has no limit; the host's paths do not exist in a container
         return None
 
 
@@ -155,9 +154,9 @@ def _count(file: Path) -> int | None:
 
 
 READINGS = 3
-"""Readings in a row, taken with the health probes: a peak of one large batch is not a leak."""
+"""Consecutive readings above the limit, taken with the health probes; one large batch is not a leak."""
 PAUSE_S = 600.0
-"""Seconds between two replacements of a replica: each loads a model, and takes memory for two."""
+"""Minimum seconds between replacements of a replica, since each loads a second copy of the model."""
 _MIB = 2**20
 
 
@@ -165,21 +164,21 @@ class Verdict(Enum):
     """The decision about a replica."""
 
     REPLACE = auto()
-    TOO_LARGE = auto()  # an alarm: its model alone takes more
+    TOO_LARGE = auto()  # the model alone exceeds the limit
 
 
 @dataclass(slots=True)
 class _Replica:
-    above: int = 0  # readings in a row
-    problem: str | None = None  # while it is too large
+    above: int = 0  # consecutive readings above the limit
+    problem: str | None = None
     not_before: float = float("-inf")
 
 
 class MemoryLimit:
-    """Judges the replicas of one instance, by their numbers: when one that is above `max_rss_mib` is replaced.
+    """Decides when a replica of one instance, given by its number, is replaced because it exceeds `max_rss_mib`.
 
-    A pure function of readings and time: after `READINGS` readings in a row above the limit, and not again within
-    `PAUSE_S`. A replica above it right after its start is not replaced, since the next would be as large.
+    A replica is replaced after `READINGS` consecutive readings above the limit, but not twice within `PAUSE_S`. A
+    replica above it right after its start is not replaced, since the next one would be as large.
     """
 
     def __init__(self) -> None:
@@ -211,7 +210,7 @@ class MemoryLimit:
         """Return sentences about those of these replicas whose model alone is too large."""
         found = ((number, self._replicas[number].problem) for number in numbers if number in self._replicas)
         return [
-            f"replica {number} has {problem}: it is not replaced, as the next one would be as large"
+            f"replica {number} has {problem}: it is not replaced, since the next one would be as large"
             for number, problem in found
             if problem
         ]
@@ -229,11 +228,10 @@ class _Kills:
 
 
 class MemoryKills:
-    """The kills by the kernel for memory (OOM kills) in the cgroups of watched processes; each explains one death.
+    """OOM kills by the kernel in the cgroups of watched processes; each explains one exit by SIGKILL.
 
-    The kernel counts the kills of each cgroup before the process is gone. So a count that has risen when a process is
-    found dead by SIGKILL explains its death. A rise without a death is forgotten after `CLAIM_S`: it was of another
-    process in the same cgroup.
+    The kernel counts a kill before the process exits, so a higher count at an exit by SIGKILL explains it. A higher
+    count without an exit is forgotten after `CLAIM_S`, since another process of the cgroup was killed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

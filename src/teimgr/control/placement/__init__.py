@@ -1,1 +1,1 @@
-"""Where an instance runs: GPUs, CPU threads and batch tokens."""
+"""Placement of workers on hosts and GPUs; CPU threads and batch tokens."""

@@ -1,9 +1,8 @@
-"""Plan of a fleet: what would run where, what it takes of each device, what would be evicted, and why.
+"""Plan of a fleet: what would run where, how much of each device it would use, what would be evicted, and why.
 
-A pure function by the same rules as the daemon's: `decide` chooses the card or host of each worker, the ledger, in a
-copy, says whether it fits beside those before it, and the policy of residence, in a rehearsal, which models on demand
-are evicted where it does not. Instances are planned one after the other, each once those before it have loaded, in the
-order in which the daemon starts them when it carries out the plan.
+A pure function with the daemon's own rules: `decide` chooses the card or host of each worker, a copy of the ledger
+decides whether it fits, and a rehearsal of the residence policy decides which models on demand are evicted for it.
+Instances are planned in the daemon's start order, each as if the earlier ones had loaded.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ from teimgr.errors import TeimgrError
 from teimgr.spec import InstanceSpec
 
 RUNS, STARTS, WAITS, ON_DEMAND, REFUSED = "runs", "starts", "waits", "on_demand", "refused"
-"""What becomes of a worker: it `runs` already, `starts`, `waits` until models on demand have no calls and can go, is
-loaded by its calls alone, or has no place or memory.
-"""
+"""Outcomes of a worker: it `runs` already, `starts`, `waits` until models on demand can be evicted, is loaded only
+by calls, or has no place or memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWorker:
-    """One worker: where it runs, or why it does not. `source` says where its figures are from."""
+    """One worker: where it runs, or why it does not. `source` is the origin of its figures."""
 
     instance: str
     replica: int
@@ -47,7 +45,7 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """One device: reserved before and after, and what would be free; None if nothing limits it."""
+    """One device: bytes reserved before and after, and bytes then free; None if unlimited."""
 
     device: str
     label: str
@@ -60,7 +58,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """An instance that has to go for others, and why."""
+    """An instance that would be evicted, and why."""
 
     instance: str
     reason: str
@@ -87,9 +85,9 @@ class FleetPlan:
 
 @dataclass(slots=True)
 class FleetNow:
-    """The fleet that a plan begins with: `alive` counts workers by host; the ledger is a copy, which planning fills.
+    """The fleet at the start of a plan. `alive` counts workers by host; planning fills the ledger, which is a copy.
 
-    Without a `rehearsal` nothing is evicted.
+    Without a `rehearsal`, nothing is evicted.
     """
 
     inventory: Inventory
@@ -110,9 +108,7 @@ def plan_fleet(wanted: Sequence[InstanceSpec], now: FleetNow) -> FleetPlan:
         if held := now.running.get(spec.name):
             workers += [_worker(each, RUNS, now.inventory) for each in held]
         elif spec.load == "on_demand":
-            workers.append(
-                PlannedWorker(instance=spec.name, replica=0, outcome=ON_DEMAND, reason="loaded by its calls")
-            )
+            workers.append(PlannedWorker(instance=spec.name, replica=0, outcome=ON_DEMAND, reason="loaded by calls"))
         else:
             workers += _start(spec, now)
     devices = [

@@ -25,9 +25,9 @@ from teimgr.spec import InstanceSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One host. `problem` is why it takes no workers now, empty where it does; `versions` are those of packages.
+    """One host. `problem` is why it accepts no workers now, or ""; `versions` are those of its packages.
 
-    `disk_free_bytes` are free for models; `clock_ahead_s` is its clock less that of the head, None if unknown.
+    `disk_free_bytes` is the space for models. `clock_ahead_s` is its clock minus the head's, None if unknown.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Host:
 
 
 class LeavingHosts:
-    """Hosts whose workers are to move to others: the head of a cluster reports them, the manager listens."""
+    """Hosts whose workers must move: reported by the head of a cluster, watched by the manager."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[str, bool], None]] = []
@@ -115,10 +115,10 @@ _FAILURE_AGE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One card. Values that the driver does not report are None, free memory 0.
+    """One card. Values that the driver does not report are None; free memory is then 0.
 
-    `node` is the name of its host in a cluster, empty in a fleet of one host; `index` is that of its host. `memory_of`
-    is the memory of each process in bytes, by pid; empty where it is not reported, as inside containers.
+    `node` is its host in a cluster, "" in a fleet of one host; `index` is its number on the host. `memory_of` is the
+    memory of each process in bytes by pid; empty if not reported, such as in containers.
     """
 
     index: int
@@ -137,9 +137,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The cards that workers may use; `reason` explains an empty list. `hosts` are those of a cluster.
+    """The cards that workers may use; `reason` explains an empty list. `hosts` are the hosts of a cluster.
 
-    `misses_cards`: the host has cards, and CUDA_VISIBLE_DEVICES names others.
+    `misses_cards`: the host has cards, but CUDA_VISIBLE_DEVICES names none of them.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -149,14 +149,14 @@ class Inventory:
 
 
 class InventorySource(Protocol):
-    """Reads the present inventory: of this host, or of all hosts of a cluster."""
+    """Reads the current inventory of this host, or of all hosts of a cluster."""
 
     async def read(self) -> Inventory:
         """The cards with their free memory, and the hosts of a cluster; soon, as launches wait for it."""
 
 
 class GpuInventory:
-    """Reads the inventory of this host, at most once per second, or every 10 seconds without a driver."""
+    """Reads the inventory of this host at most once per second, or every 10 seconds without a driver."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, read: Callable[[], Inventory] | None = None) -> None:
         self._visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -197,7 +197,7 @@ def only_visible(inventory: Inventory, visible: str | None) -> Inventory:
         return inventory
     names = [name.strip() for name in visible.split(",") if name.strip()]
     shown = [gpu for gpu in inventory.gpus if any(_is_named(gpu, name) for name in names)]
-    reason = f"CUDA_VISIBLE_DEVICES={visible!r} shows none of the {len(inventory.gpus)} cards"
+    reason = f"CUDA_VISIBLE_DEVICES={visible!r} matches none of the {len(inventory.gpus)} cards"
     if any(name.startswith("MIG-") for name in names):
         reason += "; partitions of a card (MIG) are not supported"
     wants_cards = any(name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names)
@@ -250,13 +250,13 @@ def _text(value: str | bytes) -> str:
 log = logging.getLogger(__name__)
 
 _ARCH = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
-# From torch 2.8 on, builds for CUDA 12.8 and later leave these out, and those for 12.6 have them.
+# Since torch 2.8, builds for CUDA 12.6 support cards up to this capability, and builds for 12.8 and later do not.
 _LAST_OF_CUDA_12_6 = (7, 0)
 
 
 class Preflight:
-    """Compares the cards with the build, once. An unsupported card is an alarm, and with mode "fail" an error; so are
-    cards that CUDA_VISIBLE_DEVICES names and that are not there, as models would silently run on the CPU."""
+    """Compares the cards with the build, once. An unsupported card is an alarm, or an error with mode "fail". So is a
+    CUDA_VISIBLE_DEVICES without existing cards, since models would silently run on the CPU."""
 
     def __init__(
         self, mode: Literal["warn", "fail"], gpus: GpuInventory, build: Callable[[], Awaitable[TorchBuild]]
@@ -287,7 +287,7 @@ class Preflight:
             elif inventory.misses_cards:
                 self._problems = [f"gpu_preflight: models run on the CPU: {inventory.reason}"]
         except LaunchFailed as error:
-            self._problems = [f"gpu_preflight: the build of torch is unknown: {error}"]
+            self._problems = [f"gpu_preflight: cannot read the build of torch: {error}"]
         for problem in self._problems:
             log.error(problem)
         if self._problems and self.must_pass:
@@ -296,7 +296,7 @@ class Preflight:
 
 def problems(cards: Sequence[Gpu], build: TorchBuild) -> list[str]:
     """A message for each card that `build` has no code for; one of unknown compute capability passes."""
-    has = f"has {' '.join(build.archs)}" if build.cuda else "is for the CPU alone"
+    has = f"supports {' '.join(build.archs)}" if build.cuda else "is a CPU-only build"
     return [
         f"gpu_preflight: GPU {card.index} ({card.name}, sm_{card.compute_capability[0]}{card.compute_capability[1]}) "
         f"is not supported by torch {build.version}, which {has}: {_remedy(card.compute_capability, build)}"
@@ -330,5 +330,5 @@ def _remedy(capability: tuple[int, int], build: TorchBuild) -> str:
     if build.cuda is None:
         return "install a build of torch for CUDA"
     if capability <= _LAST_OF_CUDA_12_6:
-        return "install torch for CUDA 12.6, the last builds that have it"
+        return "install torch for CUDA 12.6, the last builds with support"
     return f"install torch for a CUDA later than {build.cuda}"

@@ -24,16 +24,16 @@ from teimgr.errors import InvalidGpuId, NoHost, TeimgrError, ValidationError
 from teimgr.spec import KEYS, WORKER_KEYS, Change, CpuThreads, InstanceSpec, WorkerSpec
 
 FootprintOf = Callable[[InstanceSpec, str], Footprint]
-"""The footprint of a model on a kind of device."""
+"""Returns the footprint of a model on a kind of device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """The workers beside which a new one is placed.
+    """The existing workers, as the placement of a new one sees them.
 
-    `alive` counts the workers that share the cores of each host, the new one included where it has a host already;
-    a fleet of one host has the name "". `free` has what the ledger has left of each card by GPU UUID, `needed` what the
-    worker takes of one; `beside` and `beside_hosts` count the other replicas of the instance, by GPU UUID and by host.
+    `alive` counts the workers of each host, including the new one if it has a host already; a fleet of one host has
+    the name "". `free` are the bytes left on each card by GPU UUID, `needed` those that the worker needs on a card.
+    `beside` and `beside_hosts` count the other replicas of the instance by GPU UUID and by host.
     """
 
     alive: Mapping[str, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def others_in(
 
 
 class Placement(NamedTuple):
-    """Where a worker goes, and the kind of that device, by which its footprint is known."""
+    """A worker's place, and the kind of its device, which determines the footprint."""
 
     place: Place
     device_kind: str
@@ -95,7 +95,7 @@ def place(spec: InstanceSpec, inventory: Inventory, others: Others | None = None
     """
     others, cards = others or Others(), inventory.gpus
     if not inventory.hosts and (spec.node is not None or spec.labels):
-        raise ValidationError("node and labels name hosts of a cluster, and the daemon has none ([cluster] address)")
+        raise ValidationError("node and labels need a cluster, which is not configured ([cluster] address)")
     if inventory.hosts:
         fitting = {host.name for host in candidates(spec, inventory.hosts)}
         cards = tuple(card for card in cards if card.node in fitting)
@@ -135,7 +135,7 @@ def only_at(inventory: Inventory, where: Place) -> Inventory:
     cards = tuple(card for card in inventory.gpus if card.uuid == where.gpu)
     hosts = tuple(host for host in inventory.hosts if host.name == where.host)
     if (where.gpu is not None and not cards) or (where.host and not hosts):
-        raise NoHost(f"{where.gpu or where.host} is not there any more")
+        raise NoHost(f"{where.gpu or where.host} is no longer available")
     return replace(inventory, gpus=cards, hosts=hosts)
 
 
@@ -157,22 +157,22 @@ def card_kind(inventory: Inventory) -> str:
     return device_kind(next(iter(inventory.gpus), None))
 
 
-_LOADS_PER_CARD = 4  # more only compete for the disk and the bus
+_LOADS_PER_CARD = 4  # more would compete for the disk and the bus
 GPU_TOKENS_MAX = 32768
-"""Batch tokens on a card by its memory: more gain nothing, and a query waits for a batch."""
+"""Limit of batch tokens chosen by card memory: larger batches are not faster, and queries wait for a batch."""
 CPU_TOKENS = 16384
-"""Batch tokens on the CPU, where larger batches gain nothing, and on a card with unknown free memory."""
+"""Batch tokens on the CPU, where larger batches are not faster, and on cards with unknown free memory."""
 _GIB = 2**30
-_WITH_DEFAULTS = ("token_inputs", "token_encoding")  # keys of an instance whose default is a setting of the daemon
+_WITH_DEFAULTS = ("token_inputs", "token_encoding")  # their default is a setting of the daemon
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 class FleetCounts:
-    """The number of live workers by host; `set` is called when an instance changes."""
+    """Live workers by host; `set` is called when an instance changes."""
 
     def __init__(self) -> None:
         self.alive: Counter[str] = Counter()
-        self._instances: dict[str, Counter[str]] = {}  # those with live workers
+        self._instances: dict[str, Counter[str]] = {}
 
     @property
     def instances(self) -> KeysView[str]:
@@ -189,10 +189,10 @@ class FleetCounts:
 
 
 class LoadSlots:
-    """Bounds the workers that load at the same time on a device, first come first served; one always may.
+    """Limits concurrent loads on a device, first come first served; one is always allowed.
 
-    After a reboot all would else start at once, run out of memory, and out of time. `limit` gives the number for the
-    UUID of a card, or for None, the CPU.
+    Otherwise all workers would load at once after a reboot and exceed memory and startup timeouts. `limit` returns
+    the number for the UUID of a card, or for None, the CPU.
     """
 
     def __init__(self, limit: Callable[[str | None], int]) -> None:
@@ -223,7 +223,7 @@ class LoadSlots:
         waiting = self._waiting[gpu]
         while waiting and self._fits(gpu):
             granted = waiting.popleft()
-            if not granted.done():  # else its taker was cancelled just now
+            if not granted.done():  # cancelled waiters need no slot
                 self._loading[gpu] += 1
                 granted.set_result(None)
 
@@ -232,9 +232,9 @@ class LoadSlots:
 
 
 class Planner:
-    """Places workers on the cards of `inventory`, as last read. `counts`, `slots` and `memory` are those of the fleet.
+    """Places workers by the last reading of `inventory`. `counts`, `slots` and `memory` belong to the fleet.
 
-    Only `refresh` awaits; every other method is synchronous, so two plans cannot interleave.
+    Only `refresh` awaits, so two plans cannot interleave.
     """
 
     def __init__(self, settings: Settings, gpus: InventorySource, cores: int) -> None:
@@ -353,7 +353,7 @@ class Planner:
 
     def _host(self, name: str) -> Host | None:
         hosts, by_name = self._hosts
-        if hosts is not self.inventory.hosts:  # read again: looked up for each host at every change of a worker
+        if hosts is not self.inventory.hosts:  # cached: used at each change of a worker
             hosts, by_name = self._hosts = self.inventory.hosts, {host.name: host for host in self.inventory.hosts}
         return by_name.get(name)
 
@@ -425,7 +425,7 @@ def with_batch_tokens(spec: InstanceSpec, inventory: Inventory, per_gib: int) ->
     else:
         try:
             card = place(spec, inventory)
-        except NoHost:  # it may join later
+        except NoHost:  # a matching host may join later
             card = None
         cards = [card] if card else []
     free_bytes = min((card.memory_free_bytes for card in cards), default=0)

@@ -1,7 +1,6 @@
-"""Model files on the disk: snapshots in the hub's cache, model directories, packaged weights.
+"""Model files on disk: snapshots in the hub's cache, model directories, packaged weights.
 
-The hub's library can scan a whole cache (`scan_cache_dir`), but rejects a repository that has one wrong file. Here one
-repository is read at a time, and broken entries are left out.
+The hub library's `scan_cache_dir` rejects a repository with one broken file. Here broken entries are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 _FILES_SHOWN = 10_000
 _MAX_WORD_CHARS = 255
 _MAX_REF_CHARS = 256
-_MAX_NUMBER = 2**53  # what every reader of JSON takes
+_MAX_NUMBER = 2**53  # exact in every JSON reader
 # Our key → its names in config.json.
 _METADATA: Mapping[str, tuple[str, ...]] = {
     "model_type": ("model_type",),
@@ -58,8 +57,8 @@ class ModelFileInfo:
 class Snapshot:
     """The files of a model at one commit; a directory outside the hub's cache has no commit.
 
-    `complete`: a worker can load it. `fault` is why it cannot, where one of its files is not what it should be. `refs`
-    are the branches and tags that point to the commit. `changed_at` is seconds since the epoch.
+    `complete`: a worker can load it. `fault` describes a damaged file. `refs` are the branches and tags of the commit.
+    `changed_at` is in seconds since the epoch.
     """
 
     path: Path
@@ -114,7 +113,7 @@ class HubCache:
                 if is_own_snapshot(path, folder) and has_configuration(path):
                     names = tuple(sorted(name for name, commit in refs.items() if commit == path.name))
                     found.append(self._snapshot(model_id, path, names))
-        except (OSError, ValueError) as error:  # an impossible name, or a failing disk
+        except (OSError, ValueError) as error:  # an invalid name or a failing disk
             log.warning("unreadable model in the hub cache", extra={"model": model_id, "reason": str(error)})
             return []
         return sorted(found, key=lambda snapshot: snapshot.changed_at, reverse=True)
@@ -123,7 +122,7 @@ class HubCache:
         """True if anything of a model is here, if only a part of a file."""
         try:
             return self.folder_of(model_id).is_dir()
-        except OSError:  # a name longer than a file name can be
+        except OSError:  # a name too long for a file
             return False
 
     def find(self, model_id: str, revision: str | None = None) -> Snapshot | None:
@@ -190,7 +189,7 @@ def find_directory(model_id: str) -> Snapshot | None:
         is_loadable, fault = _loadable(path)
         where, changed_at = path.resolve(), _changed_at(path)
         return Snapshot(path=where, files=files, complete=is_loadable, fault=fault, changed_at=changed_at)
-    except (OSError, ValueError, RuntimeError):  # an impossible name, an unknown user, or a failing disk
+    except (OSError, ValueError, RuntimeError):  # an invalid name, an unknown user, or a failing disk
         return None
 
 

@@ -1,14 +1,14 @@
 """The download process: fetches one model into the hub's cache. `python -m teimgr.control.registry.fetcher ORDER`.
 
-A separate process, because a download on a thread cannot be cancelled, and a process can be killed. It writes messages
-to stdout, one JSON object per line, also when nothing moves, so that a broken pipe ends it when the daemon is gone:
+It is a separate process because a thread cannot be cancelled. It writes messages to stdout, one JSON object per line,
+periodically, so that a broken pipe ends it after the daemon:
 
     {"commit": …, "bytes_total": …, "files_total": …, "gated": …}      once, after listing
     {"bytes_done": …, "bytes_received": …, "files_done": …}            periodically
     {"path": …, "commit": …}   or   {"code": …, "message": …}          the result
 
-Blobs are fetched here, because the hub's library starts a broken file again: `<blob>.incomplete` is continued with a
-range request, checked by size and hash, then renamed. Links and refs are left to the library.
+The hub's library restarts an interrupted file from zero, so blobs are fetched here: `<blob>.incomplete` is resumed with
+a range request, checked by size and hash, then renamed. The library makes the links and refs.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ PIECE_BYTES = 1 << 20
 _HUB_TIMEOUT_S = 20.0
 _TRIES = 5
 _BLOB_NAME = re.compile(r"[0-9a-f]{40,64}")
-# Of commits and blobs, which become names in the cache.
+# Names of commits and blobs, which become file names in the cache.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-# No model of the hub has as many; a listing that does not end would fill the memory.
+# Above the size of any known model; an endless listing would fill the memory.
 _MAX_FILES = 100_000
-# The hub serves larger files over a proprietary protocol only, which its library implements.
+# The hub serves larger files only over its library's own protocol.
 _HTTP_FILE_LIMIT_BYTES = 50 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """The model to fetch; `with_code`: the code of other repositories that it names too, at `code_revision`."""
+    """The model to fetch; `with_code`: also the code of other repositories that it names, at `code_revision`."""
 
     model_id: str
     revision: str | None = None
@@ -71,7 +71,7 @@ class RemoteFile:
 
 
 class ProgressCounter:
-    """Thread-safe counts of the bytes and files that are present."""
+    """Thread-safe counts of present bytes and files."""
 
     def __init__(self) -> None:
         self._received = 0
@@ -101,7 +101,7 @@ class ProgressCounter:
 
 
 class Meter:
-    """Stands in for the progress bar (tqdm) that the hub's library makes per request; ends a body that is too long."""
+    """Replaces the hub library's progress bar (tqdm) per request; aborts a body that is too long."""
 
     def __init__(
         self, tally: ProgressCounter, order: FetchRequest, file: RemoteFile, *_: object, initial: int = 0, **__: object
@@ -148,7 +148,7 @@ class Fetch:
         Raises:
             ModelNotFound, ModelGated: the hub refuses.
             Unavailable: the hub cannot be reached, or stopped answering; received bytes are kept.
-            ModelDownloadFailed: size or hash is not what the hub announced, or the disk is too small.
+            ModelDownloadFailed: size or hash differs from the hub's announcement, or the disk is too small.
         """
         from huggingface_hub import snapshot_download
 
@@ -158,8 +158,8 @@ class Fetch:
             files = self._plan()
             self._check_room(files)
             with ThreadPoolExecutor(PARALLEL_FILES, "fetching") as pool:
-                list(pool.map(self._fetch, files))  # the first failure cancels those that have not begun
-            # By revision, not by commit: only then does the cache store the ref, which an offline start needs.
+                list(pool.map(self._fetch, files))  # the first failure cancels files not begun
+            # By revision, not by commit, so that the cache stores the ref, which an offline start needs.
             names = [file.name for file in files]
             path = Path(
                 snapshot_download(
@@ -224,7 +224,7 @@ class Fetch:
         free = shutil.disk_usage(folder).free
         if wanted > free:
             raise ModelDownloadFailed(
-                self._order.model_id, f"{wanted:,} bytes are needed and {free:,} are free in {self._cache.folder}"
+                self._order.model_id, f"{wanted:,} bytes are needed, but {free:,} are free in {self._cache.folder}"
             )
 
     def _fetch(self, file: RemoteFile) -> None:
@@ -244,7 +244,7 @@ class Fetch:
     def _lacks(self, file: RemoteFile) -> bool:
         """True if it must be fetched here. A file of this name and another size is removed."""
         shown = self._cache.folder_of(self._order.model_id) / "snapshots" / self._commit / file.name
-        for path in (shown, self._blobs() / file.blob):  # without symbolic links the snapshot has the file itself
+        for path in (shown, self._blobs() / file.blob):  # without symbolic links the file is in the snapshot
             if path.exists() and file_size(path) == file.size_bytes:
                 return False
             path.unlink(missing_ok=True)
@@ -262,7 +262,9 @@ class Fetch:
                 return
             partial_file.unlink()
             if last:
-                raise ModelDownloadFailed(self._order.model_id, f"{file.name} is not what the hub announced: {problem}")
+                raise ModelDownloadFailed(
+                    self._order.model_id, f"{file.name} differs from the hub's announcement: {problem}"
+                )
 
     def _transfer(self, file: RemoteFile, target: Path) -> None:
         """Append the missing bytes to `target`; a broken connection is resumed as long as each try receives bytes."""
@@ -305,7 +307,7 @@ class Fetch:
 def main(arguments: list[str]) -> int:
     from huggingface_hub import constants
 
-    # Bytes are written and counted in pieces of this size; a smaller rest is lost when the process is killed.
+    # Bytes are written and counted in pieces of this size; a kill loses less than one piece.
     constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
     order, tally, ended = FetchRequest(**json.loads(arguments[0])), ProgressCounter(), threading.Event()
 

@@ -1,7 +1,7 @@
-"""What the registry keeps of each model beside the model's files (`ModelRecord`), and what REST shows (`ModelView`).
+"""Records of models in the registry (`ModelRecord`), and their REST representation (`ModelView`).
 
-state.models.json               beside the state file, and named after it
-state.models.json.corrupt-<n>   a file that could not be read
+state.models.json               beside the state file and named after it
+state.models.json.corrupt-<n>   an unreadable file, set aside
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _VERSION = 1
 class ModelRecord:
     """The record of one model.
 
-    `added_at` is set where a user added or downloaded it. `tried_commit` is what the last trial loaded (None for a
-    directory, which has no commits), `trial` its measurements, `verification_error` why it failed.
+    `added_at` is set if a user added or downloaded it. `tried_commit` is the commit loaded by the last trial (None for
+    a directory), `trial` its measurements, `verification_error` why it failed.
     """
 
     added_at: str | None = None
@@ -47,7 +47,7 @@ class ModelRecord:
 
 
 class ModelRecords:
-    """The records in memory, and in the file at `path` after `save`. One daemon writes the file."""
+    """The records in memory, and after `save` in the file at `path`. One daemon writes the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +83,7 @@ class ModelRecords:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 await asyncio.to_thread(write_atomically, self.path, content, durable=True)
             except OSError as error:
-                self._save_alarm = f"the model registry's file cannot be saved: {failure_of(error)}"
+                self._save_alarm = f"the model registry cannot be saved: {failure_of(error)}"
                 log.error("model registry not saved", extra={"reason": self._save_alarm})
             else:
                 self._save_alarm = None
@@ -102,8 +102,8 @@ class ModelRecords:
                 self.path.replace(aside)
                 kept = f"it was kept as {aside}"
             except OSError as failure:
-                kept = f"it could not be kept: {failure}"
-            self._load_alarm = f"the model registry's file {self.path} cannot be read ({error}); {kept}"
+                kept = f"it could not be set aside: {failure}"
+            self._load_alarm = f"the model registry {self.path} cannot be read ({error}); {kept}"
             log.error("model registry starts without its records", extra={"reason": self._load_alarm})
             return {}
 
@@ -121,9 +121,9 @@ def parse(content: bytes) -> dict[str, ModelRecord]:
     try:
         entries = model_json.parse(content, "it")["models"].items()
     except (ModelLoadFailed, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not the registry's: {getattr(error, 'message', repr(error))}") from error
+        raise ValueError(f"not a registry file: {getattr(error, 'message', repr(error))}") from error
     if not all(isinstance(entry, dict) for _, entry in entries):
-        raise ValueError("not the registry's: a model's record is not an object")
+        raise ValueError("not a registry file: a record is not an object")
     return {model_id: _record(entry) for model_id, entry in entries}
 
 
@@ -136,7 +136,7 @@ def _record(entry: dict[str, Any]) -> ModelRecord:
     texts = all(isinstance(given.get(name), str | None) for name in _TEXTS)
     is_whole = texts and isinstance(given.get("gated"), bool | None) and isinstance(given.get("trial", {}), dict)
     return ModelRecord(
-        **given if is_whole else {"verification_error": "its record in the registry's file has a value of another type"}
+        **given if is_whole else {"verification_error": "its record in the registry has a value of a wrong type"}
     )
 
 
@@ -151,7 +151,7 @@ def render(records: Mapping[str, ModelRecord]) -> bytes:
 
 
 class ModelStatus(str, Enum):
-    """Which part of a model is on this host, or what is being done with it."""
+    """How much of a model is on this host, or the task in progress."""
 
     AVAILABLE = "available"
     DOWNLOADING = "downloading"
@@ -165,7 +165,7 @@ class ModelStatus(str, Enum):
 class DownloadProgress:
     """The progress of a download; unknown values are absent."""
 
-    # waiting: for another download to end. Bytes of before count as done, and not towards the rate.
+    # waiting: another download is running. Bytes of an earlier attempt count as done but not in the rate.
     phase: Literal["waiting", "listing", "fetching", "done"]
     bytes_done: int
     bytes_total: int | None = None
@@ -177,10 +177,10 @@ class DownloadProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The measurements of the last passed trial; missing ones are absent. Sizes are bytes, times seconds."""
+    """The measurements of the last passed trial; missing ones are absent. Sizes in bytes, times in seconds."""
 
-    # start_s is from launch to ready, load_s the part of it that read the model. Memory is the worker's: peak_rss_bytes
-    # and private_bytes on the host, device_bytes on its GPU. Speed is that of short and medium texts, one per call.
+    # start_s is the time from launch to ready, load_s its part that reads the model. peak_rss_bytes and private_bytes
+    # are the worker's host memory, device_bytes its GPU memory. Speed is measured with one text per call.
     device: str
     gpu_id: int | None = None
     dtype: str
@@ -195,8 +195,8 @@ class Verification:
     device_bytes: int | None = None
     texts_per_s: float
     tokens_per_s: float
-    # sentence-transformers or transformers with its version, or the model's own float32 forward and, in not_compared,
-    # why. min_cosine and score_difference (of logits, relative to the largest above 1) are the worst of the inputs.
+    # compared_with: sentence-transformers or transformers with its version, or the model's own float32 forward with the
+    # reason in not_compared. min_cosine and score_difference (of logits, relative if above 1) are the worst inputs.
     compared_with: str | None = None
     min_cosine: float | None = None
     score_difference: float | None = None
@@ -219,11 +219,11 @@ class ModelCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
-    """One model at one moment.
+    """The current state of one model.
 
-    `snapshot` is what a worker would load, complete or not; `commits` all that the cache has, the newest first. `busy`
-    is the status of the task under way, `used_by` the instances of this model, `download_error` why the last download
-    since the daemon's start failed.
+    `snapshot` is what a worker would load, complete or not; `commits` are all in the cache, newest first. `busy` is the
+    status of the task in progress, `used_by` the instances of this model, `download_error` why the last download since
+    the daemon's start failed.
     """
 
     model_id: str
@@ -239,7 +239,7 @@ class ModelView:
 
     @property
     def downloaded(self) -> bool:
-        """True if a worker finds all it needs on this host."""
+        """True if all files that a worker needs are on this host."""
         return self.snapshot is not None and self.snapshot.complete
 
     @property

@@ -54,7 +54,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOptions:
-    """Where and how to run a trial: on the CPU, on one GPU, or, without either, where an instance would run."""
+    """Where and how to run a trial: on the CPU, on one GPU, or by default where an instance would run."""
 
     gpu_id: int | None = None
     on_cpu: bool = False
@@ -68,10 +68,10 @@ _OnDisk = tuple[Snapshot | None, tuple[Snapshot, ...], dict[str, Any] | None]
 
 
 class Registry:
-    """The models of this host. Files are read from the disk each time; results of trials and downloads are recorded.
+    """The models of this host. Files are read from disk each time; results of trials and downloads are recorded.
 
-    No trial begins before `booted`: the boot ends all workers that belong to no instance. The worker of a trial has its
-    memory reserved in `memory`, on `host`, the name of this host in the fleet.
+    Trials wait for `booted`, since the boot ends all workers without an instance. A trial's worker reserves memory in
+    `memory` on `host`, the name of this host in the fleet.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Registry:
     def alarms(self) -> Sequence[str]:
         return self._records.alarms()
 
-    # What REST offers
+    # REST
 
     async def list(self) -> Sequence[ModelView]:
         """All models: those in the cache, in the configuration, of the instances, and those that users added."""
@@ -132,7 +132,7 @@ class Registry:
         """
         wanted = (view.spec.model_id for view in self._instances())
         if model_id not in (*self._records, *self._tasks, *self._settings.models, *wanted):
-            is_directory = disk.is_directory(model_id)  # one counts only once it was added
+            is_directory = disk.is_directory(model_id)  # a directory must have been added
             if is_directory or not await asyncio.to_thread(self._cache.has_folder, model_id):
                 raise ModelNotFound(f"Model '{model_id}' not found")
         [view] = await self._views([model_id])
@@ -203,7 +203,7 @@ class Registry:
         on_disk = replace(instance, model_id=str(snapshot.path))
         spec = worker_spec(on_disk, self._settings, gpu.uuid if gpu else None, threads)
         roots = None if spec.model_roots is None else (*spec.model_roots, str(snapshot.path))
-        spec = replace(spec, instance_host=LOOPBACK, model_roots=roots)  # only the trial uses this worker
+        spec = replace(spec, instance_host=LOOPBACK, model_roots=roots)  # used only by the trial
         return self._tasks.begin(
             model_id,
             ModelTask(ModelStatus.LOADING),
@@ -224,7 +224,7 @@ class Registry:
             raise ModelInUse(model_id, sorted(users))
         self._tasks.check_idle(model_id)
         if view.snapshot is not None and view.snapshot.fault is None and disk.is_directory(model_id):
-            raise ValidationError(f"'{model_id}' is a directory: only what is in the hub's cache is deleted")
+            raise ValidationError(f"'{model_id}' is a directory: only models in the hub's cache can be deleted")
         if await asyncio.to_thread(self._cache.has_folder, model_id):
             await self._tasks.begin(model_id, ModelTask(None), lambda: self._remove(model_id)).finished()
         self._records.forget(model_id)
@@ -255,7 +255,7 @@ class Registry:
                 await self._fetch(model_id, revision, code_revision, progress)
             elif revision is not None:
                 self._records.note(model_id, revision=revision)
-        except ModelNotFound:  # most likely a misspelt id, which is not worth a record
+        except ModelNotFound:  # probably a misspelt id: keep no record
             if is_new:
                 self._records.forget(model_id)
             raise
@@ -323,16 +323,18 @@ class Registry:
             raise ValidationError(f"code_revision: {problem}")
         if not self._settings.allow_remote_code:
             raise ValidationError(
-                "code_revision: code of models is off; allow_remote_code = true in the settings allows it"
+                "code_revision: code of models is disabled; the setting allow_remote_code = true enables it"
             )
         if disk.is_directory(model_id):
-            raise ValidationError("code_revision: the code that a directory names is fetched when its instance starts")
+            raise ValidationError(
+                "code_revision: not allowed for a directory, whose code is fetched when an instance starts"
+            )
 
     async def _remove(self, model_id: str) -> None:
         try:
             await asyncio.to_thread(self._cache.delete, model_id)
         except OSError as error:
-            raise Unavailable(f"Model '{model_id}' cannot be deleted whole: {error}") from error
+            raise Unavailable(f"Model '{model_id}' cannot be deleted completely: {error}") from error
 
     # Views
 
@@ -348,7 +350,7 @@ class Registry:
             return disk.find_directory(model_id)
         found = self._cache.find(model_id, revision)
         if revision is None and (found is None or not found.complete):
-            package = hub.find_packaged(model_id)  # it replaces the hub
+            package = hub.find_packaged(model_id)  # used instead of the hub
             return (disk.find_directory(str(package.path)) if package else None) or found
         return found
 

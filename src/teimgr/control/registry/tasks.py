@@ -29,7 +29,7 @@ ValueT = TypeVar("ValueT")
 
 
 class Observable(Generic[ValueT]):
-    """A value that can be watched until `close`. A slow watcher misses intermediate values, never the last one."""
+    """A value that can be watched until `close`. A slow watcher may miss intermediate values but not the last."""
 
     def __init__(self, value: ValueT) -> None:
         self.value = value
@@ -82,12 +82,11 @@ class ModelTask:
         self.task.result()
 
 
-# Of downloads that failed, as callers choose the ids.
 _ERRORS_KEPT = 1000
 
 
 class ModelTasks:
-    """At most one `ModelTask` per model: entered and removed without an await in between, so two cannot overlap."""
+    """At most one `ModelTask` per model, added and removed without an await between check and change."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, ModelTask] = {}
@@ -126,7 +125,7 @@ class ModelTasks:
         self._tasks[model_id] = task
         self._download_errors.pop(model_id, None)
         task.task = asyncio.create_task(run(), name=f"work on {model_id}")
-        task.task.add_done_callback(lambda ended: self._ended(model_id, task, ended))  # before any `finished`
+        task.task.add_done_callback(lambda ended: self._ended(model_id, task, ended))  # runs before any `finished`
         return task
 
     async def close(self) -> None:
@@ -149,7 +148,7 @@ class ModelTasks:
                 if len(self._download_errors) > _ERRORS_KEPT:
                     del self._download_errors[next(iter(self._download_errors))]
         elif error is not None:
-            log.error("model work ended by a defect", exc_info=error, extra=fields)
+            log.error("model task failed with an unexpected exception", exc_info=error, extra=fields)
         if task.progress is not None:
             task.progress.close()
 
@@ -161,7 +160,7 @@ _STDERR_CHARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A finished download: the snapshot's folder, its commit, and whether the hub requires a licence to be accepted."""
+    """A finished download: the snapshot's folder, its commit, and whether the hub requires accepting a licence."""
 
     path: Path
     commit: str
@@ -216,7 +215,7 @@ class Download:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=self._environ,
-            start_new_session=True,  # a ^C at the daemon's terminal must not reach it
+            start_new_session=True,  # Ctrl-C at the daemon's terminal must not reach it
         )
         try:
             stderr, _ = await asyncio.gather(_stderr_end(process), self._read_messages(process))
@@ -234,10 +233,12 @@ class Download:
             error = error_from_code(result["code"], result["message"])
             if isinstance(error, Refused | ModelDownloadFailed):
                 raise error
-            raise ModelDownloadFailed(model_id, error.message)  # such as a hub that does not answer
-        log.error("a fetcher ended without a result", extra={"model": model_id, "status": status, "stderr": stderr})
+            raise ModelDownloadFailed(model_id, error.message)
+        log.error(
+            "download process ended without a result", extra={"model": model_id, "status": status, "stderr": stderr}
+        )
         lines = stderr.strip().splitlines() or ["no output"]
-        raise ModelDownloadFailed(model_id, f"the fetching process ended with status {status}: {lines[-1]}")
+        raise ModelDownloadFailed(model_id, f"the download process ended with status {status}: {lines[-1]}")
 
     async def _read_messages(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None

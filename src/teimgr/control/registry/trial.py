@@ -1,7 +1,7 @@
 """Trial of a model: load it in a temporary worker, send requests for a second, measure memory and speed.
 
-The launcher of the daemon's host starts the worker, also in a cluster, and it is stopped in any case. If the daemon is
-killed meanwhile, its successor ends the unknown worker, and an orphan ends on its own.
+The worker runs on the daemon's host, also in a cluster. If the daemon is killed during a trial, its successor ends the
+unknown worker.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CALLS_AT_A_TIME = 32
 _CALL_LIMIT_S = 60.0
 _STATS_LIMIT_S = 5.0
 COMPARE_LIMIT_S = 120.0
-"""Time limit of the comparison with a library; the trial passes without it."""
-_SPARED_S = 2.0  # of a trial's time, for its end
+"""Limit of the comparison with a library; a trial passes without it."""
+_SPARED_S = 2.0  # reserved for the end of a trial
 _EXIT_REPORT_S = 2.0
 _TEXTS = (
     "fog",
@@ -64,7 +64,7 @@ async def run_trial(launcher: LocalLauncher, spec: WorkerSpec, gpu_id: int | Non
 
 
 class TrialLink(ControlLink):
-    """A control link that counts the tokens of the answers."""
+    """A control link that counts the tokens of replies."""
 
     tokens = 0
 
@@ -81,7 +81,7 @@ async def _worker(launcher: LocalLauncher, spec: WorkerSpec) -> AsyncIterator[tu
     try:
         yield handle, began
     finally:
-        # Also if the caller is cancelled again: a forgotten worker would keep its memory. It has nothing to finish.
+        # Shielded from a second cancellation: the worker would keep its memory. It has no calls to finish.
         await asyncio.shield(handle.stop(0))
 
 
@@ -127,7 +127,7 @@ async def _examine(handle: WorkerHandle, began: float, gpu_id: int | None, deadl
         device_bytes = stats.get("device_peak_bytes")
         if device_bytes is None and handle.spec.gpu is not None:
             device_bytes = await asyncio.to_thread(driver_bytes, handle.pid, handle.spec.gpu)
-        compared = await _compared(link, info, deadline)  # the last: it takes memory
+        compared = await _compared(link, info, deadline)  # last, since it takes memory
     finally:
         link.close()
     return Verification(
@@ -155,20 +155,20 @@ async def _compared(link: TrialLink, info: LoadedModel, deadline: float) -> dict
     """What the model was compared with, by the names of `Verification`.
 
     Raises:
-        TrialFailed: its results are not those of the library.
+        TrialFailed: its results differ from the library's.
     """
     limit_s = min(COMPARE_LIMIT_S, deadline - time.monotonic())
     room = await asyncio.to_thread(free_memory_bytes)
     try:
         if limit_s <= 0:
-            raise DeadlineExceeded("the trial's time is used up")
+            raise DeadlineExceeded("the trial's time limit is reached")
         answer = await link.call(Method.COMPARE, orjson.dumps({"room_bytes": room}), timeout_s=limit_s)
     except TeimgrError as error:
         why = "the library took too long" if isinstance(error, DeadlineExceeded) else error.message
         return {"compared_with": OWN_FORWARD, "min_cosine": info.min_cosine, "not_compared": why}
     found = orjson.loads(answer)
     if not found.pop("agrees"):
-        raise TrialFailed(f"its results are not those of {found['compared_with']}: {_distance(found)}")
+        raise TrialFailed(f"its results differ from {found['compared_with']}: {_distance(found)}")
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -198,7 +198,7 @@ def _kind_of(info: LoadedModel) -> Kind:
     try:
         return Kind(info.kind)
     except ValueError:
-        raise TrialFailed(f"a trial knows no request for a model of the kind {info.kind!r}") from None
+        raise TrialFailed(f"trials do not support models of the kind {info.kind!r}") from None
 
 
 async def _speed(link: TrialLink, kind: Kind) -> tuple[float, float]:
@@ -219,7 +219,7 @@ async def _round(link: TrialLink, kind: Kind) -> int:
     try:
         await asyncio.gather(*(link.call(method, payload, timeout_s=_CALL_LIMIT_S) for method, payload in calls))
     except TeimgrError as error:
-        raise TrialFailed(f"the model was loaded and does not work: {error.message}") from error
+        raise TrialFailed(f"the model was loaded but does not work: {error.message}") from error
     return len(calls)
 
 

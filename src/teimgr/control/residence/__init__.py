@@ -1,1 +1,1 @@
-"""Residence: which models are loaded now, decided by the calls that ask for them and by the memory there is."""
+"""Residence: decides which models are loaded, by their calls and the available memory."""

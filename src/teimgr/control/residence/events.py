@@ -1,7 +1,7 @@
-"""Input and output of the residence policy: events and decisions as data, with their reasons.
+"""Input and output of the residence policy: events, and decisions with their reasons.
 
-The words of a reason are the same in the log, in events, in replies and on the page. Only those of an eviction and of a
-`Notice` name other models, and `named_to` leaves them out; callers of one model may not know of the others.
+A reason has the same text in the log, events, replies and the page. Only reasons of evictions and `Notice`s name other
+models; `named_to` removes these names for callers, who may not see other models.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from teimgr.wire.tenants.table import ANONYMOUS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What is declared of a model; `load_s` are the seconds that its load takes, as measured.
+    """The declared properties of a model; `load_s` is its measured load time in seconds.
 
-    A model that is not `on_demand` is never loaded or unloaded here. One that is `pinned` stays once it is loaded.
-    `idle_timeout_s` 0: it is not unloaded for being idle.
+    Only models `on_demand` are loaded and unloaded by the policy. A `pinned` model stays once it is loaded.
+    `idle_timeout_s` 0: no idle timeout.
     """
 
     on_demand: bool = True
@@ -40,7 +40,7 @@ def terms_of(spec: InstanceSpec) -> Terms:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """There is such an instance, or its terms have changed."""
+    """The instance was created, or its terms have changed."""
 
     model: str
     terms: Terms
@@ -48,16 +48,16 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """The instance does not exist any more."""
+    """The instance was deleted."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallAsked:
-    """A call waits for the model, at most until `deadline`, on the policy's clock; None: as long as it takes.
+    """A call waits for the model, at most until `deadline` on the policy's clock; None: without a limit.
 
-    `devices` are the card and host that the model would load on, none where that is not known; `key` is its tenant.
+    `devices` are the card and host on which the model would load, empty if unknown; `key` is the call's tenant.
     """
 
     call: int
@@ -69,17 +69,17 @@ class CallAsked:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The call is over, was handed to a worker, or its caller has gone."""
+    """The call has ended, was passed to a worker, or its caller disconnected."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A call has asked that the model stay for so long after its last call, in place of its `idle_timeout_s`.
+    """A call has requested how long the model stays after the last call, instead of `idle_timeout_s`.
 
-    0: it goes when it has no calls; infinite: only for the memory of others. `key` is the tenant that has asked, whose
-    earlier wish this one replaces; it shortens the stay of no other tenant.
+    0: until it has no calls; infinite: until others need its memory. It replaces an earlier request of the same
+    tenant, `key`, and does not shorten the stay requested by other tenants.
     """
 
     model: str
@@ -89,9 +89,9 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a loaded model's workers report: calls since the last report, and calls that are under way.
+    """Report of a loaded model's workers: calls since the last report, and calls in flight.
 
-    `keys` are the tenants of those calls where a tenant has asked how long the model stays, and they are known.
+    `keys` are the tenants of these calls, if known and if a tenant has requested how long the model stays.
     """
 
     model: str
@@ -102,23 +102,23 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Its workers are being started, for any cause."""
+    """Its workers are being started, for any reason."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Its workers take calls."""
+    """Its workers accept calls."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The load failed; `retry_s` is when it is tried again, None for a failure that lasts.
+    """The load failed; it is tried again after `retry_s`, or never if None.
 
-    `code` is that of the error for calls, where the reason is one for callers, as there is no such model.
+    `code` is the error code for calls if the reason concerns the caller, such as an unknown model.
     """
 
     model: str
@@ -136,21 +136,21 @@ class Unloading:
 
 @dataclass(frozen=True, slots=True)
 class Unloaded:
-    """It has no worker and holds no memory; a call may load it."""
+    """The model has no worker and holds no memory; a call may load it."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class UserStopped:
-    """A user has stopped it: no call loads it."""
+    """A user has stopped the model, so calls do not load it."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """A device has `free_bytes` for it, and it needs `needed_bytes` there; `held` is what each model holds of it."""
+    """The model needs `needed_bytes` on a device with `free_bytes`; `held` are the bytes held by each model there."""
 
     model: str
     needed_bytes: int
@@ -161,9 +161,9 @@ class NoRoom:
 
 @dataclass(frozen=True, slots=True)
 class Outgrown:
-    """A model takes more than it had reserved, and with it all take `excess_bytes` more than the budget of a device.
+    """A model exceeds its reservation, and all models together exceed the budget of a device by `excess_bytes`.
 
-    `held` is what each model holds of it.
+    `held` are the bytes held by each model there.
     """
 
     model: str
@@ -174,7 +174,7 @@ class Outgrown:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """It was not unloaded, because it has calls."""
+    """The model was not unloaded because it has calls."""
 
     model: str
 
@@ -206,24 +206,24 @@ Event = (
 
 # Decisions
 
-_MODEL = re.compile(r"'[^']*'|(?<=; for )\S+$")  # in a `Notice`, and by `eviction_reason`
+_MODEL = re.compile(r"'[^']*'|(?<=; for )\S+$")  # as written in a `Notice` and by `eviction_reason`
 
 
 class Refusal(Enum):
     """Why a call is refused."""
 
-    UNKNOWN = "unknown"  # no such instance
+    UNKNOWN = "unknown"
     STOPPED = "stopped"  # by a user
-    FAILED = "failed"  # its load fails, and would again
-    LATE = "late"  # its load takes longer than the call may wait
-    QUEUE = "queue"  # too many calls wait for it
-    NO_ROOM = "no-room"  # its memory is not to be had
-    WAR = "war"  # it and another model would evict each other without end
+    FAILED = "failed"
+    LATE = "late"  # the load takes longer than the call may wait
+    QUEUE = "queue"  # too many waiting calls
+    NO_ROOM = "no-room"  # not enough memory
+    WAR = "war"  # two models keep evicting each other
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Start the workers of the model, or have its memory asked for again where that was too little."""
+    """Start the workers of the model, or request its memory again after a refusal."""
 
     model: str
     reason: str
@@ -231,7 +231,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """End the workers of the model, if it has no calls; `evicted_for` another one that needs its memory."""
+    """End the workers of the model if it has no calls; `evicted_for` is the model that needs its memory."""
 
     model: str
     reason: str
@@ -250,7 +250,7 @@ def named_to(covers: Callable[[str], bool], reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Deny:
-    """No room is made for the model, which others started; its load fails."""
+    """The load of a model that was not started by a call fails for lack of memory."""
 
     model: str
     reason: str
@@ -265,7 +265,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The call gets an error. `retry_after_s` None: trying again changes nothing. `code` is as in `LoadFailed`."""
+    """The call gets an error. `retry_after_s` None: a retry is useless. `code` is as in `LoadFailed`."""
 
     call: int
     why: Refusal
@@ -276,7 +276,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something for the log, the events and the page, about a model."""
+    """A message about a model for the log, the events and the page."""
 
     model: str
     reason: str
@@ -284,7 +284,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """No room can be made for the model, as these others stay: for the log, since callers may not know of them."""
+    """The models that prevent a load; only for the log, since callers may not see other models."""
 
     model: str
     holders: tuple[str, ...]

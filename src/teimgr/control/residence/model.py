@@ -1,4 +1,4 @@
-"""A model's place in memory: its phase, the calls that wait for it, its value; all models of a fleet."""
+"""State of models on demand: phase, waiting calls and value of each `Model`; `Fleet` has all of them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from teimgr.errors import Code
 from teimgr.wire.tenants.table import leaves_room
 
 RATE_MEMORY_S = 300.0
-"""Calls count in a model's rate with a weight that falls to a third in this time."""
+"""Time constant of a model's call rate: the weight of a call falls to 1/e in this time."""
 UNMEASURED_LOAD_S = 1.0
-"""Taken for the load time of a model that was never loaded, where one is needed."""
+"""Assumed load time of a model that was never loaded."""
 _GIB = 2**30
 
 
 class Phase(Enum):
-    """Where a model is on its way into memory and out of it."""
+    """Phase of a model's residence in memory."""
 
     UNLOADED = auto()
-    ROOM = auto()  # wanted, waits for memory
+    ROOM = auto()  # waits for memory
     LOADING = auto()
     LOADED = auto()
     UNLOADING = auto()
@@ -34,14 +34,14 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The time that a tenant's calls ask a model to stay, None: as declared; `at` is its last call."""
+    """The stay in seconds requested by a tenant's calls, None for the declared one; `at` is the last call's time."""
 
     seconds: float | None
     at: float
 
 
 class WaitingCall(NamedTuple):
-    """Until when a call waits, on the policy's clock, None: as long as it takes; and whose it is."""
+    """A waiting call: its deadline on the policy's clock, None without one, and its tenant."""
 
     deadline: float | None
     key: int
@@ -49,10 +49,10 @@ class WaitingCall(NamedTuple):
 
 @dataclass(slots=True)
 class Model:
-    """One model, and the calls that wait for it, in order of arrival.
+    """One model and the calls that wait for it, in order of arrival.
 
-    `serving` are calls that were served and have not left. `since` is when the phase began, `used_at` when a call was
-    last seen; `hits` the weighted number of its calls as of `hits_at`.
+    `serving` are calls that have a loaded model and have not ended. `since` is the start of the phase, `used_at` the
+    time of the last call, `hits` the weighted number of calls at `hits_at`.
     """
 
     name: str
@@ -65,25 +65,25 @@ class Model:
     under_way: int = 0
     hits: float = 0.0
     hits_at: float = 0.0
-    reason: str = ""  # why it failed, as the error of its calls has it, and the code of that
+    reason: str = ""  # of the failure, as in the error of its calls; `code` is that error's
     code: Code | None = None
-    retry_at: float | None = None  # of a failed one; None: never
-    bytes: int = 0  # that it holds of its device, as last reported
-    needed_bytes: int = 0  # of one that waits for room
+    retry_at: float | None = None  # after a failure; None: never
+    bytes: int = 0  # held on its device, as last reported
+    needed_bytes: int = 0  # in phase ROOM
     free_bytes: int = 0
-    held: Mapping[str, int] = field(default_factory=dict)  # by all models of that device
-    devices: tuple[str, ...] = ()  # that one, or those it would be loaded on; none: not known
-    is_outdated: bool = False  # these figures: memory was released since
+    held: Mapping[str, int] = field(default_factory=dict)  # by each model of that device
+    devices: tuple[str, ...] = ()  # its device, or those it would be loaded on, if known
+    is_outdated: bool = False  # memory was released since these figures were reported
     evicted_for: str | None = None
-    peace: tuple[str, float] | None = None  # the winner of a war, and until when this one does not evict it
+    peace: tuple[str, float] | None = None  # model that this one must not evict, and until when
     load_began: float | None = None
-    wanted_until: float = 0.0  # by a refused call that may retry
-    wishes: dict[int, Wish] = field(default_factory=dict)  # by tenant, since one has asked; until it is unloaded
-    last_key: int = 0  # of them, that of the last call
-    is_reported: bool = False  # its owner has said that it is loading
-    loaded_for: int = 0  # calls that waited for its last load
-    calls: int = 0  # of its workers since then
-    is_growing: bool = False  # loaded, and one more worker of it waits for memory
+    wanted_until: float = 0.0  # for a refused call that may retry
+    wishes: dict[int, Wish] = field(default_factory=dict)  # by tenant, until the model is unloaded
+    last_key: int = 0  # tenant of the last call
+    is_reported: bool = False  # the owner has reported the load
+    loaded_for: int = 0  # calls that waited for the last load
+    calls: int = 0  # since the last load
+    is_growing: bool = False  # loaded, while one more worker waits for memory
 
     def is_wanted(self, now: float) -> bool:
         """True if a call waits for it, or a refused call is about to retry."""
@@ -247,12 +247,12 @@ class Model:
 
 @dataclass(slots=True)
 class Fleet:
-    """All models by name, and what their owners and callers have said so far."""
+    """All models by name, and the state reported by their owner and callers."""
 
     models: dict[str, Model] = field(default_factory=dict)
     calls: dict[int, str] = field(default_factory=dict)
     active: dict[str, Model] = field(default_factory=dict)
-    """Those that are loaded, end, or wait for memory: the only ones that time or another model can change."""
+    """Models that are loaded, ending, or waiting for memory; only these change by time or by other models."""
     clashes: dict[frozenset[str], deque[tuple[float, str]]] = field(default_factory=dict)
 
     def due(self) -> float | None:

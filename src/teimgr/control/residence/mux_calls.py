@@ -1,4 +1,4 @@
-"""Calls at a mux that wait for their on-demand models: each holds its model loaded until the mux says it is over."""
+"""Calls at a mux that wait for on-demand models: each keeps its model loaded until the mux reports its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from teimgr.wire.routing.on_demand import ModelLoads
 
 
 class LoadsForMux:
-    """The calls of one control link. `confirmed` returns when its mux has the routes of now; `close` ends all."""
+    """The calls of one control link. `confirmed` returns when the mux has the current routes; `close` ends all."""
 
     def __init__(self, link: MessageLink, loads: ModelLoads, confirmed: Callable[[], Awaitable[None]]) -> None:
         self._link = link

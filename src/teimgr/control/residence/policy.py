@@ -1,7 +1,7 @@
 """Policy of models on demand: which model is loaded, unloaded or evicted, and which call waits or is refused.
 
-`decide` is the only place where a `Fleet` changes: an event and the time go in, decisions with their reasons come out.
-It reads no clock and does no I/O, so that a simulation and a test run it as the daemon does.
+Only `decide` changes a `Fleet`: it takes an event and the time and returns decisions with their reasons. It reads no
+clock and does no I/O, so simulations and tests run the same code as the daemon.
 
     UNLOADED --call--> LOADING --ready--> LOADED --idle or evicted--> UNLOADING --> UNLOADED
                           |  ^
@@ -62,9 +62,9 @@ from teimgr.control.residence.model import (
 from teimgr.control.residence.room import NOT_WANTED, give_up, load, make_rooms, no_room, note_clash, outgrown, use_room
 
 MAX_WAITING = 1024
-"""Calls that may wait for one model; those of a key leave room for others (`leaves_room`)."""
+"""Limit of waiting calls per model; a key's calls leave room for others (`leaves_room`)."""
 COME_AGAIN_S = 5.0
-"""Time after its `Retry-After` in which a refused caller may retry; its model is loaded until then."""
+"""Time after its `Retry-After` during which a refused caller's model stays loaded."""
 
 
 def decide(fleet: Fleet, event: Event, now: float) -> list[Decision]:
@@ -126,7 +126,7 @@ def _asked(fleet: Fleet, event: CallAsked, now: float) -> Iterator[Decision]:
         given = max(0.0, event.deadline - now)
         reason = f"'{model.name}' is {doing(model)}, {left_s:.3g} s are left, and the call may wait for {given:.3g} s"
         yield Refuse(event.call, Refusal.LATE, reason, left_s)
-        model.want_until(now + left_s + COME_AGAIN_S)  # so the load begins
+        model.want_until(now + left_s + COME_AGAIN_S)  # the load begins for the caller's retry
     else:
         model.waiting[event.call] = WaitingCall(event.deadline, event.key)
         fleet.calls[event.call] = model.name
@@ -144,7 +144,7 @@ def _closed(model: Model, call: int, now: float) -> Refuse | None:
         left_s = None if model.retry_at is None else max(0.0, model.retry_at - now)
         return Refuse(call, Refusal.FAILED, model.reason, left_s, model.code)
     if not model.terms.on_demand and model.phase is Phase.UNLOADED:
-        return Refuse(call, Refusal.STOPPED, f"Instance '{name}' is not running, and not loaded on demand")
+        return Refuse(call, Refusal.STOPPED, f"Instance '{name}' is not running and is not loaded on demand")
     return None
 
 
@@ -197,14 +197,14 @@ def _loaded(fleet: Fleet, event: Loaded, now: float) -> Iterator[Decision]:
     model = fleet.models.get(event.model)
     if model is None or model.phase is Phase.LOADED:
         return
-    if model.phase is Phase.UNLOADING:  # it had calls, and serves on
+    if model.phase is Phase.UNLOADING:  # it had calls and keeps serving
         yield from _busy(fleet, Busy(model.name), now)
         return
     if model.phase is Phase.LOADING and model.load_began is not None and model.terms.load_s is None:
         model.declare(replace(model.terms, load_s=now - model.since))
     is_short = model.phase is Phase.ROOM and model.is_reported and model.needed_bytes > 0
     enter(fleet, model, Phase.LOADED, now)
-    if is_short:  # a worker of it is ready, another one waits for memory
+    if is_short:  # one worker is ready, another waits for memory
         model.grow(True)
         model.begin_load(now)
     model.use(now)
@@ -233,7 +233,7 @@ def _unloading(fleet: Fleet, event: Unloading, now: float) -> Iterator[Decision]
 def _unloaded(fleet: Fleet, event: Unloaded, now: float) -> Iterator[Decision]:
     model = fleet.models.get(event.model)
     if model is None or model.phase is Phase.ROOM or (model.phase is Phase.LOADING and not model.is_reported):
-        return  # as before; the order to load it is on its way
+        return  # a load has been ordered
     for call in model.serving:
         fleet.calls.pop(call, None)
     model.serving.clear()
@@ -270,7 +270,7 @@ def _tick(fleet: Fleet, event: Tick, now: float) -> Iterator[Decision]:
         if (goes_at := idle_until(model)) is not None and goes_at <= now:
             reason = f"idle for {now - model.used_at:.3g} s"
             if (asked_s := model.stay()[1]) is not None:
-                reason += f", kept for {asked_s:.3g} s as a call has asked"
+                reason += f", kept for {asked_s:.3g} s as requested by a call"
             enter(fleet, model, Phase.UNLOADING, now, keep_since=True)
             yield Unload(model.name, reason)
         elif model.phase is Phase.ROOM and not model.is_wanted(now):
@@ -303,9 +303,9 @@ _MAX_TICKS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """What is done for a load without room. `again`: it is judged again, after the models of `unloaded` are gone.
+    """The result for a load without room. `again`: judge it again after the models in `unloaded` have gone.
 
-    Not `again`: it is refused, or, where `waits_for` names models, it waits until they have no calls.
+    Otherwise it waits until the models in `waits_for` have no calls, or is refused if there are none.
     """
 
     again: bool
@@ -314,7 +314,7 @@ class Relief:
 
 
 class Rehearsal:
-    """A fleet in which the loads of a plan are tried, one after the other."""
+    """A fleet in which the loads of a plan are tried one after another."""
 
     def __init__(self, fleet: Fleet, now: float) -> None:
         self._fleet = _copied(fleet)

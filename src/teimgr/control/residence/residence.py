@@ -1,7 +1,7 @@
-"""The daemon's task that loads and unloads models as the policy decides, while calls wait for their models.
+"""The daemon's task that loads and unloads models by the policy while calls wait.
 
-`loaded` is what gateway and muxes use: a block in which a model stays loaded. Everything else comes from the directory,
-whose entries show the state of an instance, and from the workers' own counts of their calls.
+Gateway and muxes use `loaded`, a block in which a model stays loaded. The states of instances come from the directory,
+the numbers of calls from the workers.
 """
 
 from __future__ import annotations
@@ -68,23 +68,23 @@ from teimgr.wire.tenants.table import ANONYMOUS
 log = logging.getLogger(__name__)
 
 COUNT_INTERVAL_S = 2.0
-"""Interval of asking the workers of loaded on-demand models for their calls; shorter while a load waits for memory."""
+"""Interval of reading the calls of loaded on-demand models; shorter while a load waits for memory."""
 _URGENT_INTERVAL_S = 0.05
-_ITEMS_AT_ONCE = 64  # events that are handled before the time is read again, and in one turn of the loop
-_LOAD_AGAIN_S = 1.0  # a load that was refused before a worker started is tried again for calls after this time
+_ITEMS_AT_ONCE = 64  # events handled in one turn of the event loop
+_LOAD_AGAIN_S = 1.0  # retry of a load that was refused before a worker started
 WAIT_LIMIT_S = 300.0
-"""Time that a call without a deadline waits for its model."""
+"""Limit of a call's wait for its model if it has no deadline."""
 
 
 class _RefusedLoad(NamedTuple):
-    """A load that the ledger has refused, and the answer whether it is judged again."""
+    """A load that the ledger has refused; the future is True if it should be judged again."""
 
     event: NoRoom
     answer: asyncio.Future[bool]
 
 
 class Owner(Protocol):
-    """Who starts and ends workers: the manager of the instances."""
+    """Starts and ends workers: the manager of the instances."""
 
     async def declare(self, model_id: str, key: str, value: Callable[[str], float | None]) -> str | None:
         """The name of an on-demand instance of a model, created for `key` if missing; None: calls may not load it.
@@ -144,10 +144,10 @@ class Residence:
         self._owner = owner
         self._directory = directory
         self._tenants = tenants
-        self._called: dict[str, Mapping[int, int]] = {}  # by `callers` of the tenants, at the last count
+        self._called: dict[str, Mapping[int, int]] = {}  # calls by tenant at the last count
         self._fleet = Fleet()
         self._entries: dict[str, RouteEntry] = {}
-        self._used: dict[str, dict[str, int]] = {}  # the calls of each worker by incarnation, at the last count
+        self._used: dict[str, dict[str, int]] = {}  # calls by incarnation at the last count
         self._answers: dict[int, asyncio.Future[None]] = {}
         self._numbers = itertools.count(1)
         self._mailbox: asyncio.Queue[Event | _RefusedLoad | tuple[str, RouteEntry | None]] = asyncio.Queue()
@@ -180,7 +180,7 @@ class Residence:
                 except InstanceNotFound:
                     if not is_model_id:
                         raise
-                    # The one made for it had to go meanwhile, for another that a call has made.
+                    # The instance made for this model id was deleted to make room for another one.
                     call = await self._begin_call(instance, until)
         except TimeoutError:
             if not limit.expired():
@@ -198,11 +198,11 @@ class Residence:
         """Wait until an instance is loaded; the result is the call that keeps it so, until it leaves."""
         call = next(self._numbers)
         model, spec = self._fleet.models.get(instance), self._owner.spec(instance)
-        is_over = model and model.phase is Phase.FAILED and model.retry_at is None  # else a later call loads it
+        is_over = model and model.phase is Phase.FAILED and model.retry_at is None
         if spec and spec.by_call and model and is_over and self._now() - model.since > REFUSED_S:
-            await self._owner.give_up(instance)  # a model may have come to the hub since
+            await self._owner.give_up(instance)  # the hub may have the model by now
             instance = spec.model_id
-        if self._owner.spec(instance) is None:  # the id of a model that no instance has
+        if self._owner.spec(instance) is None:  # a model id without an instance
             key = self._tenants.badge(current_tenant())
             instance = await self._owner.declare(instance, key, self._value) or instance
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
@@ -213,7 +213,7 @@ class Residence:
             self._leave(call)
             raise
         finally:
-            del answer  # it, its error and this frame would be a cycle, which keeps the caller's payload
+            del answer  # breaks a cycle with its error and this frame, which keeps the payload alive
         return call
 
     def keep(self, instance: str, seconds: float, key: int = ANONYMOUS) -> None:
@@ -241,13 +241,13 @@ class Residence:
 
         `held` is what each instance holds of the `device`, which has too little.
         """
-        await self._count()  # victims are chosen by what their workers do now
+        await self._count()  # the choice of victims needs current counts
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._mailbox.put_nowait(_RefusedLoad(NoRoom(instance, needed_bytes, free_bytes, held, device), answer))
         return await answer
 
     def outgrown(self, instance: str, excess_bytes: int, held: Mapping[str, int], device: str | None = None) -> None:
-        """Have idle models evicted at once, as all together take more than the budget of a device since one has grown.
+        """Evict idle models at once, because one has grown and all exceed the budget of a device.
 
         `held` is what each instance holds of it.
         """
@@ -269,13 +269,13 @@ class Residence:
                 try:
                     async with asyncio.timeout_at(self._wake_at()):
                         item = await self._mailbox.get()
-                except TimeoutError:  # a worker that does not answer delays its own count, not the decisions
+                except TimeoutError:  # counted in a task: a worker may not answer
                     self._counting = self._begin(self._on_time(), "count of calls")
                     continue
                 self._on_item(item)
                 if (more := self._mailbox.qsize()) == 0:
                     continue
-                for _ in range(min(more, _ITEMS_AT_ONCE)):  # thousands come when a daemon starts
+                for _ in range(min(more, _ITEMS_AT_ONCE)):  # a daemon's start brings thousands
                     self._on_item(self._mailbox.get_nowait())
                 await asyncio.sleep(0)
         finally:
@@ -293,7 +293,7 @@ class Residence:
     def _ending(self, call: int) -> Unavailable:
         if not self._is_left:
             return Unavailable("the daemon is ending")
-        error = Unavailable("the daemon is being replaced, and the next one goes on with the load; try again")
+        error = Unavailable("the daemon is being replaced, and the next one continues the load; try again")
         model = self._fleet.models.get(self._fleet.calls.get(call, ""))
         error.try_after_load(None if model is None else time_left_s(model, self._now()))
         return error
@@ -348,7 +348,7 @@ class Residence:
         for name, usage in zip(names, found, strict=True):
             is_loaded = (model := self._fleet.models.get(name)) is not None and model.phase is Phase.LOADED
             if not is_loaded or isinstance(usage, BaseException) or not any(usage.values()):
-                continue  # also one that has gone while its workers were asked
+                continue  # it may have been unloaded while its workers were asked
             under_way = sum(each[1] for each in usage.values() if each is not None)
             self._decide(Used(name, self._new_calls(name, usage), under_way, self._new_callers(name)))
 
@@ -363,7 +363,7 @@ class Residence:
         last = now if before is None else before
         self._used[name] = {
             worker: max(now.get(worker, 0), last.get(worker, 0)) for worker in usage if worker in now or worker in last
-        }  # counts that overlap may come in any order
+        }  # overlapping counts may arrive in any order
         return sum(max(0, calls - last.get(worker, 0)) for worker, calls in now.items())
 
     def _value(self, name: str) -> float | None:
@@ -407,7 +407,7 @@ class Residence:
                 self._learn_load(name)
                 return Loaded(name)
             case State.STARTING:
-                if entry.on_demand and is_known:  # else its workers may be adopted, with the calls of their lives
+                if entry.on_demand and is_known:  # adopted workers have counted earlier calls
                     self._used[name] = {}
                 return Loading(name)
             case State.STOPPING:
@@ -460,7 +460,7 @@ class Residence:
             case Unload(model, reason, evicted_for):
                 self._begin(self._unload(model, reason, evicted_for), f"unloading of {model}")
             case Held(model, holders):
-                log.warning("no room can be made", extra={"instance": model, "held_by": ", ".join(holders)})
+                log.warning("no room for a model", extra={"instance": model, "held_by": ", ".join(holders)})
             case Notice(model, reason):
                 log.warning("%s", reason, extra={"instance": model})
                 self._owner.note(model, Incident(event="war", reason=reason, at=now_rfc3339()))
@@ -476,9 +476,9 @@ class Residence:
         try:
             log.info("load", extra={"instance": name, "reason": reason})
             await self._owner.load(name)
-        except Exception as error:  # also a defect: its calls must not wait for nothing
+        except Exception as error:  # waiting calls must get an error
             if not isinstance(error, TeimgrError):
-                log.exception("a model was not loaded", extra={"instance": name})
+                log.exception("model not loaded", extra={"instance": name})
             self._mailbox.put_nowait(LoadFailed(name, str(error) or repr(error), _LOAD_AGAIN_S))
             await asyncio.sleep(_LOAD_AGAIN_S)
             entry, model = self._entries.get(name), self._fleet.models.get(name)
@@ -496,7 +496,7 @@ class Residence:
             if not isinstance(error, TeimgrError):
                 log.exception("a model was not unloaded", extra={"instance": name})
         log.info(
-            "unload" if done else "not unloaded: it has calls, or is pinned now",
+            "unload" if done else "not unloaded: it has calls or is pinned",
             extra={"instance": name, "reason": reason},
         )
         if not done:

@@ -1,10 +1,10 @@
-"""Room for models: eviction of loaded ones for another, the least valuable first; wars; who waits or is refused.
+"""Eviction of models to make room for another, the least valuable first; which loads wait or are refused; wars.
 
-A model stays for as long as its load took, a more valuable one longer, and goes only without calls. Only one that had
-no call but those it was loaded for may go sooner, and any one where all together have outgrown the budget.
+A model without calls may be evicted after a minimum stay: its load time, or longer if it is more valuable. It may go
+sooner if only the calls that loaded it have come, or if all models together exceed the budget.
 
-A war: two models evict each other again and again while calls wait for both. The less valuable one loses it, and does
-not evict the other for a while, its peace.
+In a war, two models keep evicting each other while calls wait for both. The less valuable one loses: for a while, its
+peace, it does not evict the other.
 """
 
 from __future__ import annotations
@@ -28,28 +28,23 @@ from teimgr.control.residence.events import (
 from teimgr.control.residence.model import Fleet, Model, Phase, doing, enter, refuse_all, time_left_s, waiting_for_room
 
 MIN_RESIDENCE = 1.0
-"""Minimum stay of a model, in multiples of its load time; more valuable ones up to `MAX_PROTECTION` times that."""
+"""Minimum stay in load times; up to `MAX_PROTECTION` times longer for more valuable models."""
 MAX_PROTECTION = 8.0
 MAX_STAY_S = 10.0
-"""A minimum stay longer than one load time is at most this: a load time may hold the start of the fork server."""
+"""Limit of minimum stays longer than one load time, since a load time may include the fork server's start."""
 UNUSED = 0.1
-"""A model that is not clearly more valuable may go before its minimum stay is over if, for this part of its load time,
-no call came but those it was loaded for: a caller who alternates between two models would wait for nothing. A further
-call, however long ago, keeps it for the whole stay.
-"""
+"""A model that is not clearly more valuable and had only the calls that loaded it may be evicted this part of its load
+time after the last of them. So a caller that alternates between two models does not wait for the minimum stay."""
 _CLEARLY_MORE = 2.0
 WAR_SWITCHES = 2
-"""A war begins once each of two models has been evicted for the other this often, and was called again before the
-other had answered a call.
-"""
+"""A war begins after each of two models was evicted for the other this often and called again before the other had
+answered a call."""
 WAR_WINDOW, PEACE = 30.0, 10.0
-"""How long such an eviction counts, and for how long the loser of a war is refused, both in multiples of the longer
-load time.
-"""
+"""How long such an eviction counts, and how long the loser of a war is refused, in longer load times."""
 MIN_PEACE_S = 5.0
-_HOLDERS_LOGGED = 20  # the largest
+_HOLDERS_LOGGED = 20
 
-NOT_WANTED = "no call waits for it any more"
+NOT_WANTED = "no call is waiting for it"
 
 
 def load(fleet: Fleet, model: Model, reason: str, now: float) -> Iterator[Decision]:
@@ -57,7 +52,7 @@ def load(fleet: Fleet, model: Model, reason: str, now: float) -> Iterator[Decisi
     model.begin_load(now)
     if _is_ending_for(fleet, model):
         enter(fleet, model, Phase.ROOM, now)
-        model.lack(0, 0, {})  # not asked yet
+        model.lack(0, 0, {})
         return
     enter(fleet, model, Phase.LOADING, now)
     yield Load(model.name, reason)
@@ -88,7 +83,7 @@ def no_room(fleet: Fleet, event: NoRoom, now: float) -> Iterator[Decision]:
 
 
 def outgrown(fleet: Fleet, event: Outgrown, now: float) -> Iterator[Decision]:
-    """Loaded models take more than the budget: evict the least valuable idle ones at once, however short their stay."""
+    """Loaded models exceed the budget: evict the least valuable idle ones at once, even before their minimum stay."""
     grown = fleet.models.get(event.model)
     if grown is None:
         return
@@ -101,7 +96,7 @@ def outgrown(fleet: Fleet, event: Outgrown, now: float) -> Iterator[Decision]:
     idle = [each for each in _movable(others) if each.phase is Phase.LOADED and not each.is_busy]
     victims = _least_valuable(idle, excess, now)
     for victim in idle if victims is None else victims:
-        yield _evict(fleet, victim, grown, now, f"all take {mib(event.excess_bytes)} more than the budget, ")
+        yield _evict(fleet, victim, grown, now, f"all models exceed the budget by {mib(event.excess_bytes)}, ")
 
 
 def use_room(fleet: Fleet, now: float) -> Iterator[Decision]:
@@ -157,7 +152,7 @@ def make_room(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
         yield from give_up(fleet, model, reason, now, Refusal.NO_ROOM)
     elif spared is not None:
         reason = (
-            f"'{model.name}' and another instance evicted each other again and again: '{model.name}' is refused for "
+            f"'{model.name}' and another instance keep evicting each other: '{model.name}' is refused for "
             f"{peace_left_s:.3g} s"
         )
         yield from give_up(fleet, model, reason, now, Refusal.WAR, peace_left_s)
@@ -176,7 +171,7 @@ def note_clash(fleet: Fleet, model: Model, now: float) -> Iterator[Decision]:
     pair = frozenset((model.name, winner.name))
     clashes = fleet.clashes.setdefault(pair, deque(maxlen=8 * WAR_SWITCHES))
     if clashes and clashes[-1] == (winner.since, model.name):
-        return  # another call during the same load
+        return
     clashes.append((winner.since, model.name))
     longest_s = max(model.load_s, winner.load_s)
     while clashes and now - clashes[0][0] > WAR_WINDOW * longest_s:
@@ -271,7 +266,7 @@ def _stays_until(victim: Model, model: Model, now: float) -> float:
     """Until when a loaded model is not evicted for another: a more valuable one stays longer, an unused one shorter."""
     load_s = victim.load_s
     mine, theirs = victim.value(now), model.value(now)
-    if model.terms.load_s is None:  # taken to load as long as the victim
+    if model.terms.load_s is None:  # assumed to load as long as the victim
         theirs *= load_s / model.load_s
     protection = min(MAX_PROTECTION, max(1.0, mine / theirs)) if theirs > 0 else MAX_PROTECTION
     until = victim.since + min(MIN_RESIDENCE * load_s * protection, max(load_s, MAX_STAY_S))

@@ -1,1 +1,1 @@
-"""Tenants: their quotas as the workers of this host see them, and what they have used, kept across restarts."""
+"""Tenants: quotas shared with the workers of this host, usage kept across restarts, and places for instances."""

@@ -1,4 +1,4 @@
-"""Leases of quotas to the mux of another host: all are charged in the table of this host, the only ledger."""
+"""Leases of quotas to muxes of other hosts, charged in the table of this host."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from teimgr.wire.tenants.table import LEASE_S, MAX_ROWS, MAX_TOKENS, TENANTS, le
 from teimgr.worker.tenant_meter import Account, Standing
 
 MAX_OPEN = 16_384
-"""Charges and leases of one mux that are not settled."""
+"""Limit of unsettled charges and leases of one mux."""
 _MAX_COUNT = 1 << 53
 
 
 class LeasesForMux:
-    """The charges made for the mux at the other end of a control link, until it settles them."""
+    """The unsettled charges of the mux at the other end of a control link."""
 
     def __init__(self, link: MessageLink, tenants: TenantRegistry) -> None:
         self._link = link
         self._tenants = tenants
         self._open: dict[tuple[int, int], Account] = {}
-        self._last = -1  # number of a request
+        self._last = -1  # number of the last request
 
     def take(self, message: dict[str, Any]) -> None:
         """Take `lease`, `settled` or `used` of `mux/control.py`.
@@ -47,13 +47,13 @@ class LeasesForMux:
             asyncio.get_running_loop().call_later(LEASE_S, self._end)
 
     def _end(self) -> None:
-        if self._tenants.is_on:  # else its table is unmapped, and the next daemon clears the row
+        if self._tenants.is_on:  # otherwise the table is unmapped; the next daemon clears the row
             for account in self._open.values():
                 account.settle(MAX_TOKENS)
         self._open.clear()
 
     def _lease(self, number: int, tenant: int, needs: list[int], wanted: int) -> None:
-        if number <= self._last or not 0 < tenant < TENANTS:  # charges would be overwritten, or words of others
+        if number <= self._last or not 0 < tenant < TENANTS:  # would overwrite other charges
             raise ValueError(f"request {number} of tenant {tenant} after request {self._last}")
         self._last = number
         meter = self._tenants.meter()
@@ -63,7 +63,7 @@ class LeasesForMux:
             self._answer(number, [error] * len(needs), 0)
             return
         standing = meter.standing(tenant)
-        if not standing.has_quota:  # any longer
+        if not standing.has_quota:
             self._answer(number, [None] * len(needs), 0)
             return
         decisions = [self._charged(number, place, standing, tokens) for place, tokens in enumerate(needs)]

@@ -1,7 +1,7 @@
-"""Places for instances that calls have made, `[on_demand] max_instances`, shared fairly between keys.
+"""Shares the places for instances created by calls (`[on_demand] max_instances`) fairly between keys.
 
-Pure: `grant` decides by the present instances whether one more is made for a key, and which one is deleted for it;
-`Tries` by what calls have tried before.
+Pure: `grant` decides whether another instance is created for a key and which one is deleted for it. `Tries` limits
+attempts with models that cannot be loaded.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 from teimgr.errors import Code, Overloaded, error_from_code
 
 FAILED_KEPT = 8
-"""How many failed instances stay, for the operator to read why; callers may make up the ids of their models."""
+"""Failed instances that stay, so the operator can read why; callers may invent model ids."""
 
 REFUSED_S = 60.0
-"""For how long a model that could not be loaded is not tried again for calls, and counts among the tries of its key."""
+"""How long calls do not retry a model that could not be loaded, and how long it counts as a try of its key."""
 MAX_TRIES = 32
-"""Models that were not loaded since, of those that a key has had tried in this time."""
+"""Limit of a key's models tried within `REFUSED_S` and not loaded since."""
 _REFUSED_KEPT = 1024
 
 
 class Made(NamedTuple):
-    """An instance that a call of `key` has made; `value` are its recent calls a second, None if it may not go now."""
+    """An instance created by a call of `key`; `value` is its recent calls per second, None if it cannot be deleted."""
 
     name: str
     key: str
@@ -32,7 +32,7 @@ class Made(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """Whether one more may be made. Of `instead` the first one that can go has to; none: there is room."""
+    """Whether another instance may be created. The first deletable one of `instead` is deleted first; empty: none."""
 
     is_given: bool
     instead: tuple[Made, ...] = ()
@@ -70,10 +70,10 @@ def grant(made: Sequence[Made], key: str, limit: int) -> Grant:
 
 
 class Tries:
-    """The models that calls have had tried recently, and why some cannot be loaded: a try asks disk or hub."""
+    """Models that calls have recently tried, and why some cannot be loaded; each try reads the disk or the hub."""
 
     def __init__(self) -> None:
-        self._begun: dict[str, dict[str, float]] = {}  # by key and model, in the order of their times
+        self._begun: dict[str, dict[str, float]] = {}  # times by key and model, oldest first
         self._refused: dict[str, tuple[float, Code, str]] = {}
 
     def check(self, model_id: str, key: str, now: float) -> None:
@@ -91,7 +91,7 @@ class Tries:
             self._begun[key] = begun
         if len(begun) >= MAX_TRIES and model_id not in begun:
             left_s = min(begun.values()) + REFUSED_S - now
-            text = f"{len(begun)} models of the last {REFUSED_S:.0f} s, tried for calls of this key, are not loaded yet"
+            text = f"{len(begun)} models tried by calls of this key in the last {REFUSED_S:.0f} s are not loaded yet"
             raise Overloaded(f"{text}; '{model_id}' is not tried now", left_s)
 
     def begin(self, model_id: str, key: str, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The tenants of this host: writes their quotas for the workers, and keeps what they have used across restarts."""
+"""The tenants of this host: writes their quotas for the workers, and keeps their usage across restarts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NONE = (0,) * len(Counter)
 
 
 class UsageKey(NamedTuple):
-    """Whose calls, and of what: the name of an API key, "" without one, instance and model."""
+    """Key of a usage counter: the name of an API key, "" without one, instance and model."""
 
     key: str
     instance: str
@@ -37,13 +37,13 @@ class UsageKey(NamedTuple):
 
 
 Counts = tuple[int, ...]
-"""By `Counter`."""
+"""Values in the order of `Counter`."""
 
 
 @dataclass(slots=True)
 class UsageTotals:
-    """`ended` has the counts of workers that have ended, `running` by generation those of live workers, and
-    `moved` the generations of which the row was not yet cleared."""
+    """Counts of ended workers (`ended`) and of live workers by generation (`running`). `moved` are ended generations
+    whose rows are not cleared yet."""
 
     ended: dict[UsageKey, Counts] = field(default_factory=dict)
     running: dict[int, dict[UsageKey, Counts]] = field(default_factory=dict)
@@ -108,23 +108,23 @@ def _of_rows(rows: Iterable[list[Any]]) -> dict[UsageKey, Counts]:
     for row in rows:
         if len(row) <= width:
             raise ValueError(f"a row of {len(row)} values")
-        numbers = [*map(int, row[width : width + len(_NONE)])]  # another version may count more, or less
+        numbers = [*map(int, row[width : width + len(_NONE)])]  # another version may have more or fewer counters
         found[UsageKey(*map(str, row[:width]))] = (*numbers, *_NONE[len(numbers) :])
     return found
 
 
 USAGE_FILE = "usage.json"
-"""Beside the state file."""
+"""Name of the file beside the state file."""
 _EVERY_S = 1.0
 _MAX_NAMES = 2048
-# Of muxes of other hosts, which name what they count; further ones are counted as one row of their key.
+# Limit of rows named by muxes of other hosts; further ones are counted as one row per key.
 _MAX_COUNTED = 16_384
 _OTHERS = "(others)"
-_SHOWN_KEYS = 100  # each with a series in the metrics
+_SHOWN_KEYS = 100  # with their own series in the metrics
 
 
 class UsageRow(NamedTuple):
-    """What was used by one key of one instance; `key` is None for calls without one."""
+    """Usage of one instance by one key; `key` is None for calls without one."""
 
     key: str | None
     instance: str
@@ -137,7 +137,7 @@ class UsageRow(NamedTuple):
 
 
 class RateState(NamedTuple):
-    """Of a tenant with tokens a second: the burst, what is left of it, and seconds until it is full."""
+    """Rate limit of a tenant: the burst in tokens, the rest of it, and seconds until it is full."""
 
     limit: int
     remaining: int
@@ -145,7 +145,7 @@ class RateState(NamedTuple):
 
 
 class _Bucket:
-    """What of a tenant's bucket changes only with the configuration, and where its words are."""
+    """The configured values of a tenant's bucket, and the positions of its words in the table."""
 
     __slots__ = ("arrival_at", "burst", "rate", "refunded_at")
 
@@ -155,9 +155,9 @@ class _Bucket:
 
 
 class TenantRegistry:
-    """Tenants by number and name. Nothing is kept while no key is required.
+    """Tenants by number and name. Nothing is kept if no key is required.
 
-    The file of totals is written every second in which one changed, so a power failure loses a second.
+    The file of totals is written each second with a change, so a power failure loses one second.
     """
 
     def __init__(self, run_dir: Path, state_file: Path) -> None:
@@ -172,7 +172,7 @@ class TenantRegistry:
         self._totals = UsageTotals()
         self._elsewhere: dict[str, dict[int, int]] = {}  # tokens by instance and tenant, as muxes of other hosts report
         self._writing = threading.Lock()
-        self._turn = self._written_turn = 0  # of the last totals made, and written
+        self._turn = self._written_turn = 0  # of the last totals made and written
         self._written = b""
         self._alarm: str | None = None
 
@@ -198,7 +198,7 @@ class TenantRegistry:
             self._numbers = self._table.configure(list(keys))
             self._buckets = {}
         except OSError as error:
-            raise InvalidConfig(f"the file of the tenants cannot be made: {self._path}: {error}") from error
+            raise InvalidConfig(f"cannot create the tenants' file: {self._path}: {error}") from error
         except ValueError as error:
             raise InvalidConfig(f"auth.api_keys: {error}") from error
         self._names |= {number: name for name, number in self._numbers.items()}
@@ -293,7 +293,7 @@ class TenantRegistry:
             await asyncio.sleep(_EVERY_S)
             if self._table is not None:
                 ended, turn, content = self._to_save()
-                if await asyncio.to_thread(self._write, turn, content):  # a busy disk may take a second
+                if await asyncio.to_thread(self._write, turn, content):  # on a thread: a busy disk may take a second
                     self._clear(ended)
 
     def _open(self) -> None:
@@ -312,7 +312,7 @@ class TenantRegistry:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             aside = self._totals_path.with_suffix(".broken")
             self._totals_path.replace(aside)
-            log.error("the file of usage is damaged and was moved to %s: %s", aside, error)
+            log.error("the usage file is damaged and was moved to %s: %s", aside, error)
 
     def _see(self) -> list[int]:
         """Add up the counters; the result are the rows of workers that have ended."""
@@ -342,7 +342,7 @@ class TenantRegistry:
                 try:
                     write_atomically(self._totals_path, content, mode=0o600, durable=True)
                 except OSError as error:
-                    self._alarm = f"usage of the keys is not saved: {self._totals_path}: {error.strerror}"
+                    self._alarm = f"usage of the keys cannot be saved: {self._totals_path}: {error.strerror}"
                     return False
                 self._written, self._alarm = content, None
             self._written_turn = max(turn, self._written_turn)

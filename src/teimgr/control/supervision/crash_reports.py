@@ -1,8 +1,8 @@
 """Crash reports: one file for each worker or mux that ended unexpectedly or was killed as hung.
 
-They are JSON files in `crashes/` beside the logs, readable only by their owner: `<instance>-<replica>-<time>.json`, and
-for muxes `_mux-<number>-<time>.json`, or `_mux-<host>-<number>-<time>.json` on another host. Size and number of the
-reports are bounded; the oldest are removed.
+They are JSON files in `crashes/` beside the logs, readable only by their owner: `<instance>-<replica>-<time>.json`; for
+muxes `_mux-<number>-<time>.json`, or `_mux-<host>-<number>-<time>.json` on another host. Their size and number are
+bounded; the oldest are removed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from teimgr.spec import Incident, WorkerSpec, rfc3339
 
 KEPT_PER_INSTANCE = 20
 KEPT = 1000
-"""The most reports of all instances together, including deleted ones."""
+"""Maximum number of reports of all instances, including deleted ones."""
 LOG_LINES = 50
 MUX = "_mux"
-"""Takes the place of the instance's name in the report of a mux, followed by `-HOST` on another host; no instance name
-starts with it."""
+"""Stands for the instance in the report of a mux, followed by `-HOST` on another host. No instance name starts so."""
 _STACK_LINES = 300
 _LINE_CHARS = 1000
 _READ_BYTES = 256 << 10
@@ -129,7 +128,7 @@ def stacks(lines: Sequence[str]) -> list[str]:
     for line in lines:
         if _STACK_HEAD.match(line):
             inside = True
-        elif inside and line and not line[0].isspace():  # the end of a traceback, or an unrelated line
+        elif inside and line and not line[0].isspace():
             inside = False
             if not line.startswith("{"):
                 found.append(line)

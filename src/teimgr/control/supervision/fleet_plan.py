@@ -47,7 +47,7 @@ PLANNED, MOVED, FAILED = "planned", "moved", "failed"
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A running worker and where it is. `fixed` is why it is not moved now, empty for one that may be."""
+    """A running worker and its place. `fixed` is why it cannot be moved now, "" if it can."""
 
     spec: InstanceSpec
     replica: int
@@ -57,7 +57,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One worker that moves, why, and what became of it."""
+    """One worker that moves, why, and the outcome."""
 
     worker: Placed
     to: Place
@@ -105,7 +105,7 @@ def rebalance(
 
 @dataclass(slots=True)
 class _Fleet:
-    """Where all workers are, once those before have moved."""
+    """The places of all workers after the moves planned so far."""
 
     inventory: Inventory
     ledger: Ledger
@@ -123,13 +123,13 @@ class _Fleet:
         except TeimgrError as error:
             return error.message
         if there == here:
-            return "it is where it would be placed now"
+            return "it is already in the best place"
         takes = footprint(spec, kind)
         if not (reason := self._gain(here, there, takes, others)):
-            return "no other place would be better off with it"
+            return "no other place would improve the balance"
         found = reserve(self.ledger, spec.name, worker.replica, takes, there)
         if isinstance(found, Shortage):
-            return f"no room while it still runs here: {found.reason}"
+            return f"no room for a second copy during the move: {found.reason}"
         self.ledger.settle(found, takes)
         for held in self.ledger.held_by(spec.name):
             if held.replica == worker.replica and held is not found:
@@ -163,10 +163,14 @@ class _Fleet:
             (others.beside, here.gpu or "", there.gpu or ""),
         ):
             if (now := count.get(from_, 0)) != (then := count.get(to, 0)):
-                return f"{now} other replicas of it are here, {then} there" if now > then else ""
+                return f"other replicas: {now} here, {then} there" if now > then else ""
         if there.gpu is None:
             now_load, then_load = self._load(here.host), self._load(there.host, more=1)
-            return f"{now_load:.3g} workers a core here, {then_load:.3g} there then" if then_load < now_load else ""
+            return (
+                f"workers per core: {now_load:.3g} here now, {then_load:.3g} there after the move"
+                if then_load < now_load
+                else ""
+            )
         left = others.free.get(there.gpu, 0) - takes.device_bytes
         now_left = self.ledger.free(here.gpu) if here.gpu is not None else None
         if now_left is None:
@@ -179,16 +183,16 @@ class _Fleet:
 
 
 MAX_INSTANCES = 1000
-"""Instances of one plan. The heads of their files are read, so more would take long."""
+"""Limit of one plan, which reads the file headers of each instance's model."""
 MAX_WORKERS = 2000
 """Workers of one plan that are to be placed: each is placed beside all others, which takes seconds for these."""
 _LOOKS_AT_A_TIME = 4
-_MOVE_PAUSE_S = 3.0  # before another attempt to move workers that no other host took
+_MOVE_RETRY_S = 3.0
 _RUNS = (State.STARTING, State.RUNNING)
 
 
 class Planning:
-    """Makes plans from the planner's inventory and ledger; `instances` are the manager's."""
+    """Makes plans from the planner's inventory and ledger and the manager's `instances`."""
 
     def __init__(
         self, planner: Planner, instances: Mapping[str, ManagedInstance], tokens_per_gib: Callable[[], int]
@@ -219,7 +223,7 @@ class Planning:
             return await unloading
         eviction, recorded = Eviction(instance=instance, reason=incident.reason), self._recorded
         for each in recorded:
-            each.append(eviction)  # at once, in the order of the decisions
+            each.append(eviction)
         if is_done := await unloading:
             return is_done
         for each in recorded:
@@ -302,7 +306,7 @@ class Planning:
 
 
 class Rebalancer:
-    """Moves running workers of `instances` to better places; a second rebalancing waits for the first."""
+    """Moves running workers of `instances` to better places, one rebalancing at a time."""
 
     def __init__(self, planner: Planner, instances: Mapping[str, ManagedInstance]) -> None:
         self._planner = planner
@@ -326,7 +330,7 @@ class Rebalancer:
     async def _move(self, move: Move) -> Move:
         instance = self._instances.get(move.worker.spec.name)
         if instance is None:
-            return replace(move, outcome=FAILED, reason="it was deleted meanwhile")
+            return replace(move, outcome=FAILED, reason="deleted during the rebalancing")
         try:
             await instance.move(move.worker.replica, move.to)
         except TeimgrError as error:
@@ -341,7 +345,7 @@ class Rebalancer:
             for worker in instance.workers:
                 if worker.role == "serving" and worker.place is not None and worker.state is not State.STOPPED:
                     fixed = "" if worker.state is State.RUNNING else f"it is {worker.state.value}"
-                    fixed = "an update is under way" if instance.is_updating else fixed
+                    fixed = "an update is in progress" if instance.is_updating else fixed
                     found.append(Placed(instance.spec, worker.number, worker.place, fixed))
         return found
 
@@ -369,9 +373,9 @@ class Rebalancer:
 
 
 class HostDepartures:
-    """Moves the workers of `instances`, one instance after the other, once `booted` is set.
+    """Moves the workers of `instances` off a host, one instance after another, once `booted` is set.
 
-    `in_background` runs a coroutine under a name, and owns its task.
+    `in_background` runs a coroutine as a named task that it owns.
     """
 
     def __init__(
@@ -383,7 +387,7 @@ class HostDepartures:
         self._instances = instances
         self._booted = booted
         self._in_background = in_background
-        self._hosts: set[str] = set()  # hosts whose workers are being moved
+        self._hosts: set[str] = set()
 
     def begin(self, host: str, *, was_removed: bool = False) -> None:
         """Start to move the workers of a host elsewhere; no effect while that goes on.
@@ -399,4 +403,4 @@ class HostDepartures:
         await self._booted.wait()
         for instance in tuple(self._instances.values()):
             if not await instance.move_off(host, was_removed) and not was_removed:
-                await asyncio.sleep(_MOVE_PAUSE_S)
+                await asyncio.sleep(_MOVE_RETRY_S)

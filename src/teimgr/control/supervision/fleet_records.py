@@ -19,7 +19,7 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import ORDERED_BY
 from teimgr.spec import CpuThreads, Incident, InstanceSpec, InstanceView
 
-_LAST_EVENTS = 20  # of its instance, in a crash report
+_EVENTS_PER_REPORT = 20
 
 
 class RecordedInstance(Protocol):
@@ -77,7 +77,7 @@ class FleetRecords:
 
     def crashed(self, crash: Crash) -> tuple[Incident, Coroutine[Any, Any, None]]:
         """Like `CrashReports.report`; the report gets the last events of the instance."""
-        events = [asdict(event) for event in self._events.history(crash.instance)[-_LAST_EVENTS:]]
+        events = [asdict(event) for event in self._events.history(crash.instance)[-_EVENTS_PER_REPORT:]]
         return self._crash_reports.report(replace(crash, events=events))
 
     @contextmanager

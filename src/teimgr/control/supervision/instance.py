@@ -1,16 +1,16 @@
 """One instance: its spec, the supervisors of its replicas, and updates without a gap in service.
 
-Replicas serve in parallel and fail independently. An update that needs other workers starts a second set of replicas
-beside the first (a rolling update):
+Replicas serve in parallel and fail independently. An update that needs new workers starts a second set of replicas (a
+rolling update):
 
     join      the new workers start, while the old ones serve; if a new one fails, the update is rolled back
     commit    the state file gets the new spec
-    switch    the directory lists the new workers and no others, and every mux has confirmed it
-        leave     the old workers leave the ports and confirm it, finish their calls, and end; the update is done at the
-                  confirmation: from then on the old model answers no new request
+    switch    the directory lists only the new workers, and every mux has confirmed it
+    leave     the old workers stop accepting and confirm it, which completes the update; they finish their calls and
+              exit
 
-After a crash of the daemon before the commit, the next daemon keeps the old workers; after the commit, the new ones. It
-ends the others.
+If the daemon crashes before the commit, the next daemon keeps the old workers; after the commit, the new ones. It ends
+the others.
 """
 
 from __future__ import annotations
@@ -59,13 +59,11 @@ from teimgr.wire.routing.directory import Directory
 
 log = logging.getLogger(__name__)
 
-# If replicas differ, the state of the instance is the first of these that one of them has.
+# The state of an instance is the first of these that any replica has.
 _PRECEDENCE = (State.RUNNING, State.STARTING, State.STOPPING, State.FAILED, State.STOPPED)
-
-
 _GIVEN_UP = "given up: another command came in between"
 _CONTINUED = "the daemon is ending; the next one continues the update"
-_NOTABLE_BYTES = 64 << 20  # above a reservation: smaller overruns are only in the debug log
+_NOTABLE_BYTES = 64 << 20  # smaller overruns of a reservation are only in the debug log
 
 
 class ManagedInstance:
@@ -80,27 +78,27 @@ class ManagedInstance:
         self._context = context
         self._workers: list[Supervisor] = []
         self._tasks: dict[Supervisor, asyncio.Task[None]] = {}
-        self._past_restarts = 0  # of workers that updates have replaced
+        self._past_restarts = 0  # restarts of replicas that updates replaced
         self._update: UpdateView | None = None
         self._update_task: asyncio.Task[None] | None = None
-        self._unsaved: StateNotSaved | None = None  # set if the last update was rolled back because the disk refused
+        self._unsaved: StateNotSaved | None = None  # why the last update was rolled back, if by the disk
         self.placing = asyncio.Lock()
         self._one_command = asyncio.Lock()  # held during commands and updates
-        self._is_past_cancelling = False  # the update under way is committed, or is being rolled back
+        self._is_past_cancelling = False  # the update is committed or being rolled back
         self._is_deleted = False
-        self._is_closing = False  # the daemon ends: nothing starts any more
+        self._is_closing = False
         self._is_forgotten = False
-        self._serves: tuple[str, ...] = ()  # of the last loaded model
-        self._is_adopted = False  # the workers of an earlier daemon are adopted
+        self._serves: tuple[str, ...] = ()  # tasks of the last loaded model
+        self._is_adopted = False  # adoption of an earlier daemon's workers is over
         self._incident: Incident | None = None
-        self._failed_start: Incident | None = None  # crash of a worker that the present update started
-        self._outgoing: frozenset[Supervisor] = frozenset()  # replicas that the present update will end
-        self._memory: MemoryLimit | None = None  # None without a limit
+        self._failed_start: Incident | None = None  # crash of a worker started by the current update
+        self._outgoing: frozenset[Supervisor] = frozenset()  # replicas that the current update will end
+        self._memory: MemoryLimit | None = None
         self._recycling: asyncio.Task[None] | None = None
         self._is_unloading = False
-        self._is_recreating = False  # the present update ends the old workers before the new ones start
+        self._is_recreating = False  # the update stops the old workers first
         self._unloaded_because: str | None = None
-        self._resting: InstanceView | None = None  # the last view, while only an event can change it
+        self._resting: InstanceView | None = None  # cached view, valid until the next event
         self._add(spec, range(context.planner.replicas(spec)), "serving")
         self._publish()
 
@@ -254,17 +252,17 @@ class ManagedInstance:
         async with self._one_command:
             if not (self._may_update and self._loads_on_demand):
                 return False
-            if self.state is State.STARTING:  # its load is given up
+            if self.state is State.STARTING:
                 await self._send(self._serving, Command.STOP)
                 await asyncio.gather(*(each.settle() for each in self._serving))
                 return True
-            if self.state is not State.RUNNING or self.spec.pinned:  # it may have changed since the decision
+            if self.state is not State.RUNNING or self.spec.pinned:
                 return False
             self._is_unloading = True
             self._publish()
             try:
                 await self._directory.confirmed()
-                running = [each for each in self._serving if each.state is State.RUNNING]  # others have no calls
+                running = [each for each in self._serving if each.state is State.RUNNING]
                 used = await asyncio.gather(*(each.usage() for each in running))
                 if any(each is None or each.under_way for each in used):
                     return False
@@ -296,7 +294,7 @@ class ManagedInstance:
         async with self._one_command:
             if self._is_closing and command in (Command.START, Command.RESTART):
                 raise Unavailable("the daemon is ending")
-            self._is_deleted |= command is Command.DELETE  # no update begins after this
+            self._is_deleted |= command is Command.DELETE  # prevents new updates
             if command in (Command.STOP, Command.RESTART, Command.DELETE):
                 await self._cancel_update()
             asked = self._workers if command is Command.DELETE else self._serving
@@ -305,10 +303,10 @@ class ManagedInstance:
             refusals = [answer for answer in answers if isinstance(answer, BaseException)]
             may_be_refused = command is Command.DELETE or (is_unloaded and command is Command.STOP)
             if len(refusals) == len(answers) and not may_be_refused:
-                raise refusals[0]  # supervisors that have ended refuse a deletion
+                raise refusals[0]
             if not keep_wanted:
                 self.spec = replace(self.spec, wanted_running=any(each.is_wanted for each in self._serving))
-            if is_unloaded or command is Command.START:  # the route was made before the spec: a call was to be refused
+            if is_unloaded or command is Command.START:  # the routes still have the old spec
                 self.on_state_changed()
 
     async def settle(self) -> InstanceView:
@@ -336,7 +334,7 @@ class ManagedInstance:
         """Yield sentences about problems, for an operator."""
         if (kept := self.resting) is not None and kept.state is not State.FAILED:
             return
-        is_a_callers = self.spec.by_call and self.retry_s is None  # such as an unknown model id
+        is_a_callers = self.spec.by_call and self.retry_s is None  # a caller's mistake, such as an unknown model id
         if self.state is State.FAILED and self.spec.wanted_running and not is_a_callers:
             yield f"{self.spec.name}: failed: {self.view().reason}"
         running = [each.number for each in self._serving if each.state is State.RUNNING]
@@ -457,7 +455,7 @@ class ManagedInstance:
         state, reason = "failed", _GIVEN_UP
         self._failed_start = None
         try:
-            await steps()  # called here: cancelling the task before it begins would leave a coroutine unawaited
+            await steps()  # created here: a task cancelled before its start would leave a coroutine unawaited
             state, reason = "done", ""
         except TeimgrError as error:
             reason = error.message
@@ -466,7 +464,7 @@ class ManagedInstance:
             self._incident = Incident(event="update_failed", reason=reason, at=now_rfc3339(), crash_report=report)
         finally:
             assert self._update is not None
-            if self._is_closing and self._update.changes and reason == _GIVEN_UP:  # its record is in the state file
+            if self._is_closing and self._update.changes and reason == _GIVEN_UP:
                 reason = _CONTINUED
             self._update = replace(self._update, state=state, reason=reason or None, finished_at=now_rfc3339())
             facts = {"instance": self.spec.name, "state": state, "changes": self._update.changes, "reason": reason}
@@ -531,7 +529,7 @@ class ManagedInstance:
                 await self._all_running(new)
             await self._commit(spec)
         except BaseException:
-            self._is_past_cancelling = True  # cancelling a rollback would leave a new worker
+            self._is_past_cancelling = True  # a cancelled rollback would leave a new worker running
             self.spec = before
             await self._send(new, Command.DELETE)
             if tasks := [self._tasks[each] for each in new if each in self._tasks]:
@@ -575,7 +573,7 @@ class ManagedInstance:
 
     async def _send(self, workers: Iterable[Supervisor], command: Command) -> None:
         for each in workers:
-            with suppress(TeimgrError):  # refused if the replica is in the desired state already
+            with suppress(TeimgrError):  # refused if it is already in that state
                 await self._order(each, command)
 
     async def _order(self, replica: Supervisor, command: Command) -> None:
@@ -628,7 +626,9 @@ class ManagedInstance:
         if supervisor.role == "leaving":
             self._workers.remove(supervisor)
         if not task.cancelled() and (error := task.exception()):
-            log.critical("supervisor ended by a defect", exc_info=error, extra={"task": task.get_name()})
+            log.critical(
+                "supervisor failed with an unexpected exception", exc_info=error, extra={"task": task.get_name()}
+            )
         self._context.records.wake(self.spec.name)
 
     def on_state_changed(self) -> None:
@@ -641,7 +641,7 @@ class ManagedInstance:
         self._context.records.wake(self.spec.name)
 
     def on_crash(self, supervisor: Supervisor, incident: Incident) -> None:
-        if supervisor.role == "joining":  # not in the routes yet: the update has failed
+        if supervisor.role == "joining":
             self._failed_start = incident
         else:
             self._incident = incident
@@ -665,7 +665,7 @@ class ManagedInstance:
         verdict = self._memory.read(number, resident_bytes, limit_mib, now, fresh=fresh)
         if verdict is Verdict.TOO_LARGE:
             self._on_over_memory(self._memory.problems([number])[0])
-        elif verdict is Verdict.REPLACE and not self._one_command.locked():  # else at the next reading
+        elif verdict is Verdict.REPLACE and not self._one_command.locked():  # otherwise retried at the next reading
             recycling = self._recycle(supervisor, self._memory, resident_bytes)
             self._recycling = asyncio.create_task(recycling, name=f"recycling of {self.spec.name}")
 
@@ -674,10 +674,16 @@ class ManagedInstance:
         reserved, takes = overrun.reserved_bytes, overrun.measured_bytes
         facts = {"instance": self.spec.name, "replica": supervisor.number}
         is_notable = takes - reserved > _NOTABLE_BYTES
-        level = logging.WARNING if is_notable else logging.DEBUG  # some grow a few KiB per reading
-        log.log(level, "memory reserved: %d MiB, taken: %d MiB", reserved >> 20, takes >> 20, extra=facts)
+        level = logging.WARNING if is_notable else logging.DEBUG
+        log.log(
+            level,
+            "worker exceeds its memory reservation: %d MiB reserved, %d MiB used",
+            reserved >> 20,
+            takes >> 20,
+            extra=facts,
+        )
         if is_notable:
-            reason = f"replica {supervisor.number} takes {mib(takes)}, more than the {mib(reserved)} reserved"
+            reason = f"replica {supervisor.number} uses {mib(takes)}, more than the {mib(reserved)} reserved"
             self.on_incident(Incident(event="over_memory", reason=reason, at=now_rfc3339()))
 
     async def _recycle(self, old: Supervisor, memory: MemoryLimit, resident_bytes: int) -> None:
@@ -732,8 +738,8 @@ class ManagedInstance:
             there = [each for each in self._serving if each.host == host and each.state is State.RUNNING]
             if not self._may_update or not there:
                 return
-            why_nowhere_else = (self._update.reason if self._update else None) or "no other host takes them"
-            reason = f"host {host!r} was removed from the fleet, and its workers are ended: {why_nowhere_else}"
+            failure = (self._update.reason if self._update else None) or "no other host has room for them"
+            reason = f"host {host!r} was removed from the fleet, and its workers are ended: {failure}"
             self.on_incident(Incident(event="no_host", reason=reason, at=now_rfc3339()))
             await self._send(there, Command.RESTART)
 
@@ -758,7 +764,7 @@ class ManagedInstance:
         new = await self._join(self.spec, (old.number,), (old,), destination)
         self._past_restarts += old.restarts + 1
         await self._switch(new, leaving=(old,))
-        self._workers.sort(key=lambda each: each.number)  # scaling down ends the last ones
+        self._workers.sort(key=lambda each: each.number)  # scaling down ends the highest numbers
 
     def _on_over_memory(self, reason: str) -> None:
         log.warning("over memory: %s", reason, extra={"instance": self.spec.name})

@@ -1,11 +1,10 @@
 """State machine of one replica, or of one mux, as a pure function of events and time.
 
-`ReplicaState.step` is the only place where the state changes. It does no I/O and reads no clock: events go in, effects
-come out, which the supervisor carries out. It is independent of other replicas.
+Only `ReplicaState.step` changes the state. It does no I/O and reads no clock: it takes an event and returns effects,
+which the supervisor executes.
 
-`TRANSITION_TABLE` is parsed into `TRANSITIONS`. A command at `refused` raises; an observation at `-` concerns a worker
-that has ended, and changes nothing. What the data plane sees follows from phase and health (`is_routable`), so it needs
-no effect.
+`TRANSITION_TABLE` is parsed into `TRANSITIONS`. A command at `refused` raises. An observation at `-` is about a worker
+that has ended and changes nothing. Routing depends on phase and health (`is_routable`), so it needs no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from teimgr.control.launch.process_handle import Exit
 from teimgr.errors import Code
 from teimgr.spec import State
 
-# Failures with an external cause that may pass or be removed: a full device, a full disk.
+# Failures with an external cause that may go away, such as a full device or disk.
 _MAY_PASS = (Code.OUT_OF_DEVICE_MEMORY, Code.STORAGE_FULL, Code.KILLED_FOR_MEMORY)
 SIGNALS = {number.value: number.name for number in signal.Signals}
 
@@ -43,9 +42,8 @@ class Command(Enum):
 class FailureCause:
     """The cause of a worker's failure. `permanent`: every new worker would fail in the same way.
 
-    `may_pass`: a worker started at once would fail in the same way, but not for ever (a full device, a slow disk): the
-    replica is failed, and is tried again after a pause of `LATER`. `code` is the `errors.Code` that the worker
-    reported.
+    `may_pass`: an immediate restart would fail too, but a later one may not (full device, slow disk). The replica is
+    failed and tried again after a pause of `LATER`. `code` is the `errors.Code` reported by the worker.
     """
 
     message: str
@@ -61,12 +59,12 @@ class FailureCause:
 
 @dataclass(frozen=True, slots=True)
 class LoadBegan:
-    """The worker has its load slot and is being launched: its time to start begins."""
+    """The worker has its load slot and is being launched; its startup timeout begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The worker has run a known text through its device."""
+    """The worker has computed a known text on its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDownloading:
-    """The worker's download progresses; its time does not count towards the start."""
+    """The worker's download progresses, which restarts its startup timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +93,8 @@ class ProbeOk:
 class ProbeFailed:
     """A health probe failed.
 
-    `missed`: without an answer, since the worker hangs or the machine is overloaded. `works`: the event loop did not
-    answer, while the threads of the process ran or waited for a processor.
+    `missed`: no answer, because the worker hangs or the machine is overloaded. `works`: the event loop did not answer,
+    while the process's threads ran or waited for a processor.
     """
 
     reason: str
@@ -106,7 +104,7 @@ class ProbeFailed:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process is gone, or could not be started. `jitter` is a fresh random number in [0, 1)."""
+    """The process has exited or could not be started. `jitter` is a random number in [0, 1)."""
 
     exit: Exit
     jitter: float = 0.0
@@ -114,7 +112,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; `wake_at` may be reached. `others_serve`: another replica of the instance does."""
+    """Time has passed; `wake_at` may be reached. `others_serve`: another replica of the instance serves."""
 
     others_serve: bool = False
 
@@ -126,13 +124,13 @@ Event = Command | Observation
 
 
 class Effect(Enum):
-    """An action that the supervisor has to carry out."""
+    """An action for the supervisor to execute."""
 
     LAUNCH = auto()  # start a worker
-    TERMINATE = auto()  # let the worker finish its calls, within the grace, then end it
-    HAND_OVER = auto()  # like TERMINATE, after serving routers that do not have its successor yet
-    KILL = auto()  # end the worker without grace
-    END = auto()  # end the supervisor: it has no process and will start none
+    TERMINATE = auto()  # let the worker finish its calls within the grace, then end it
+    HAND_OVER = auto()  # like TERMINATE, but first serve routers without the successor
+    KILL = auto()
+    END = auto()  # end the supervisor, which has no process
 
 
 def explain(exit: Exit, process: str = "worker") -> FailureCause:
@@ -166,21 +164,21 @@ ProbeOk           -         STARTING|RUNNING  RUNNING            REPLACING      
 ProbeFailed       -         STARTING          RUNNING|REPLACING  REPLACING                -                 STOPPING   -
 Exited            -         WAITING|FAILED    WAITING|FAILED     STARTING|WAITING|FAILED  -                 STOPPED    -
 Tick              STOPPED   STARTING          RUNNING            REPLACING                WAITING|STARTING  STOPPING   FAILED|STARTING|STOPPED
-"""  # noqa: E501  a table is read by its columns
+"""  # noqa: E501
 
 FAILED_EXIT_LIMIT_S = 5.0
-"""The time in which a worker has to exit after it reported a failure."""
+"""Time for a worker to exit after it reported a failure."""
 
 WORKING_LIMIT_S = 60.0
-"""The time in which a worker may give no answer while its threads work. Otherwise three missed probes end it."""
+"""Time without an answer while the worker's threads work. If they do not, three missed probes end it."""
 
 
 ALARMING_FAILURES = 5
-"""The number of consecutive failures that raise an alarm."""
+"""Consecutive failures that raise an alarm."""
 
 
 FAILURES_FOR_CALLS = 3
-"""The number of consecutive failed starts after which the calls that wait for a model on demand are refused."""
+"""Consecutive failed starts after which calls that wait for a model on demand are refused."""
 
 
 class Phase(Enum):
@@ -192,7 +190,7 @@ class Phase(Enum):
     REPLACING = auto()  # a process that is ending; another one follows
     WAITING = auto()  # no process; the next one starts at `wake_at`
     STOPPING = auto()  # a process that is ending; none follows
-    FAILED = auto()  # no process: another one would fail in the same way; with a `wake_at`, until then
+    FAILED = auto()  # no process: a restart would fail in the same way, at least until `wake_at`
 
     @property
     def state(self) -> State:
@@ -229,12 +227,12 @@ def is_routable(health: WorkerHealth, all_health: Iterable[WorkerHealth]) -> boo
 
 
 class CommandRefused(Exception):
-    """The command is not allowed in this phase; nothing has changed."""
+    """The command is not allowed in this phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Exponential backoff of restarts; a process that served for `stable_after_s` resets it."""
+    """Exponential backoff of restarts, reset by a process that serves for `stable_after_s`."""
 
     first_s: float = 0.2
     max_s: float = 30.0
@@ -257,8 +255,8 @@ replica serves.
 class RestartPolicy:
     """Rules for restarts. With `max_probe_failures` 0 failed probes never lead to a restart.
 
-    `process` is its name in reasons. `failed_exit_limit_s` is its time to exit after it failed before it was ready.
-    `for_calls`: of a model on demand, which calls load.
+    `process` is its name in reasons. `failed_exit_limit_s` is the time to exit after a failed start. `for_calls`: the
+    model is loaded on demand, by calls.
     """
 
     process: str = "worker"
@@ -273,9 +271,9 @@ class RestartPolicy:
 class ReplicaState:
     """One replica's state. Times are on the clock that is passed to `step`.
 
-    `wake_at` is when a Tick is due. `failure` is the reason to end the present worker. `reason` is shown to users: why
-    there is no running worker, or why it was restarted. `streak` counts failures without a stable run in between,
-    `failing_since` is the time of the first of them, `last_failure` the cause of the last, and `last_code` its code.
+    `wake_at` is when a Tick is due. `failure` is why the current worker is being ended. `reason`, shown to users, is
+    why no worker runs or why it was restarted. `streak` counts failures without a stable run in between,
+    `failing_since` is the time of the first, `last_failure` and `last_code` are the cause and code of the last.
     `again_at` is when a failed replica of a model on demand is started beside one that serves.
     """
 
@@ -393,7 +391,7 @@ class ReplicaState:
         return loading._without_probe_failures()
 
     def _launch(self, now: float, *, again: bool) -> tuple[ReplicaState, list[Effect]]:
-        queued = replace(self._loading(now), wake_at=None)  # waits for its load slot without a limit
+        queued = replace(self._loading(now), wake_at=None)  # no time limit for the wait for a load slot
         return replace(queued, restarts=self.restarts + again), [Effect.LAUNCH]
 
     def _start(self, now: float) -> tuple[ReplicaState, list[Effect]]:
@@ -454,7 +452,7 @@ class ReplicaState:
             return self, []
         if works and self.policy.max_probe_failures:
             since = now if self.working_since is None else self.working_since
-            if now - since < WORKING_LIMIT_S:  # a heavy call, or a loaded machine: the probe does not count
+            if now - since < WORKING_LIMIT_S:  # a heavy call or a loaded machine
                 health = WorkerHealth.DOUBTFUL if self.health is WorkerHealth.GOOD else self.health
                 return replace(self, working_since=since, health=health), []
             failure = FailureCause(f"busy without an answer for {WORKING_LIMIT_S:g} s: {reason}")
@@ -464,7 +462,7 @@ class ReplicaState:
         if not 0 < self.policy.max_probe_failures <= state.probe_failures:
             return state, []
         failure = FailureCause(f"{state.probe_failures} health probes in a row failed: {reason}")
-        # No grace: a worker that does not answer probes will not finish its calls either.
+        # Without grace: a worker that does not answer probes will not finish its calls.
         return replace(state, phase=Phase.REPLACING, failure=failure, reason=failure.message), [Effect.KILL]
 
     def _exited(self, exit: Exit, jitter: float, now: float) -> tuple[ReplicaState, list[Effect]]:

@@ -71,30 +71,24 @@ from teimgr.wire.routing.directory import Directory
 log = logging.getLogger(__name__)
 
 _NAME_CHARS = 64
-# Retry time of a call that found no place for its model.
-_PLACE_S = 10.0
-# Failures whose error code is passed to the caller that named the model, like that of an unknown name.
-_NOT_TO_BE_HAD = (Code.MODEL_NOT_FOUND, Code.MODEL_GATED)
-# The most deleted instances that still have series in the metrics.
-_DELETED_KEPT = 1000
+_NO_PLACE_RETRY_S = 10.0
+# Callers of inference get these codes unchanged, as for an unknown model name.
+_UNAVAILABLE_MODEL_CODES = (Code.MODEL_NOT_FOUND, Code.MODEL_GATED)
+_MAX_DELETED_SERIES = 1000
 ADOPTION_LIMIT_S = 2.0
-"""How long the start waits for workers of an earlier daemon; later answers are still adopted."""
-# How long a name stays taken while the disk works on its log.
+"""Limit of the start's wait for workers of an earlier daemon. Workers that answer later are still adopted."""
 _LOG_LIMIT_S = 10.0
-# Time limit at the end of the daemon for the last writes of updates and for crash reports.
-_BACKGROUND_LIMIT_S = 5.0
+_BACKGROUND_LIMIT_S = 5.0  # at shutdown, for crash reports and the last writes of updates
 
 
 class Manager:
     """Owns the instances: `restore` and `boot` bring back those of the state file; REST calls the other methods.
 
-    No await separates a check from the decision that rests on it, so that two calls cannot both get the last
-    port. Commands on one name take turns until they are accepted, deletions until the processes are gone, and each is
-    carried out even if its caller leaves. So a name has one instance, whose supervisors end with it.
+    No await separates a check from the decision based on it, so two calls cannot both get the last port. Commands on
+    one name run in turn, a deletion until the processes are gone. A command is completed even if its caller leaves.
 
-    `booted` is set when workers of an earlier daemon are adopted, or after `ADOPTION_LIMIT_S`; commands wait for it,
-    and for late workers of the same instance. `events` get every change; `leaving` names hosts whose workers have to
-    move.
+    `booted` is set when workers of an earlier daemon are adopted, or after `ADOPTION_LIMIT_S`. Commands wait for it,
+    and for late workers of the same instance. `leaving` names hosts whose workers have to move.
     """
 
     def __init__(
@@ -119,11 +113,11 @@ class Manager:
         self._instances: dict[str, ManagedInstance] = {}
         self._state = WantedState(store, lambda: [instance.spec for instance in self._instances.values()])
         self.is_restored = False
-        """True once the state file and the run directory belong to this daemon, and its instances are listed."""
+        """True once this daemon owns the state file and the run directory and has listed its instances."""
         self._adopting: set[asyncio.Task[None]] = set()
-        self._of_other_code: dict[str, set[str]] = {}  # adopted workers of other code: incarnations by instance
+        self._of_other_code: dict[str, set[str]] = {}  # incarnations of adopted workers by instance
         self._is_shutting_down = False
-        self._background: set[asyncio.Task[None]] = set()  # ends of updates, crash reports
+        self._background: set[asyncio.Task[None]] = set()
         self._turns = CommandTurns()
         self._declaring = asyncio.Lock()
         self._tries = Tries()
@@ -135,7 +129,7 @@ class Manager:
         if leaving is not None:
             leaving.subscribe(self._leave_host)
         crash_reports = CrashReports(settings.log_dir / "crashes")
-        self._deleted: dict[str, None] = {}  # the last deleted ones, newest last
+        self._deleted: dict[str, None] = {}  # newest last
         self._records = FleetRecords(self._planner, events or EventLog(), metrics, crash_reports)
         self._context = SupervisorContext(
             policy=RestartPolicy(
@@ -163,7 +157,7 @@ class Manager:
         await asyncio.to_thread(self._planner.memory.footprints.load)
         await self._launcher.start()
         if any(not spec.max_batch_tokens for spec in specs):
-            await self._planner.refresh()  # only then: slow drivers must not delay the listeners needlessly
+            await self._planner.refresh()  # skipped if not needed: GPU drivers can be slow
         present = Present()
         for spec in specs:
             self._restore(spec, present)
@@ -213,7 +207,7 @@ class Manager:
 
     async def _take_over(self, name: str, workers: Sequence[WorkerHandle]) -> None:
         """Adopt the workers of one instance, start those that are missing, end the others."""
-        instance = self._instances.get(name)  # read now: an instance created during the adoption starts independently
+        instance = self._instances.get(name)  # it may have been replaced during the adoption
         try:
             adopted = await self._launcher.adopt(workers, self._accepts) if workers else []
         except Exception:  # the sweep ends workers that were not adopted
@@ -240,7 +234,7 @@ class Manager:
                 await instance.renew(incarnations)
             except TeimgrError as error:
                 facts = {"instance": name, "reason": error.message}
-                log.warning("a worker of another version is not replaced, and serves on", extra=facts)
+                log.warning("worker of another version not replaced; it keeps serving", extra=facts)
         self._of_other_code.clear()
 
     async def shutdown(self, *, within_s: float | None = None, at_once: bool = False) -> None:
@@ -257,7 +251,7 @@ class Manager:
                 instance.force_stop()
         await stopping
         await self._turns.ended(_BACKGROUND_LIMIT_S)
-        # A start in progress may have begun to supervise an instance meanwhile.
+        # A start in progress may have added supervisors since the list was made.
         late = [each for each in self._instances.values() if each.is_supervised and each not in supervised]
         await asyncio.gather(*(self._shut_down(instance, at_once=True) for instance in late))
         await self._end_supervision(_BACKGROUND_LIMIT_S)
@@ -285,10 +279,10 @@ class Manager:
         """Leave the processes running, end background work, and release the state file."""
         if tasks := [task for instance in self._instances.values() for task in instance.close()]:
             await asyncio.wait(tasks)
-        if self._background:  # before the state file is released: they may write it
+        if self._background:  # they may write the state file
             _, late = await asyncio.wait(self._background, timeout=_BACKGROUND_LIMIT_S)
             for task in late:
-                log.error("given up at the end of the daemon", extra={"task": task.get_name()})
+                log.error("background task did not finish before the daemon's end", extra={"task": task.get_name()})
         await self._planner.memory.footprints.close()
         await self._state.close(state_limit_s)
 
@@ -355,7 +349,10 @@ class Manager:
         view = instance.view()
         same = (each.view() for each in self._instances.values() if each.spec.model_id == spec.model_id)
         if (first := other_space(view, same)) is not None:
-            log.warning("calls by the model id go to another space", extra={"instance": spec.name, "space_of": first})
+            log.warning(
+                "calls by model id go to an instance of another embedding space",
+                extra={"instance": spec.name, "space_of": first},
+            )
         return view
 
     async def recreate(self, request: InstanceSpec) -> InstanceView:
@@ -376,11 +373,13 @@ class Manager:
         try:
             return await self._create(request)
         except TeimgrError as error:
-            log.error("an instance is put back", extra={"instance": old.name, "reason": error.message})
+            log.error(
+                "recreation failed; restoring the old instance", extra={"instance": old.name, "reason": error.message}
+            )
             try:
                 await self._begin(self._validator.readmit(old, Present(self._state.specs())))
             except TeimgrError as second:
-                error.reword(f"{error.message}; the one before is gone, and cannot be put back: {second.message}")
+                error.reword(f"{error.message}; the old instance could not be restored: {second.message}")
             raise
 
     async def plan(self, wanted: Sequence[InstanceSpec] | None = None) -> FleetPlan:
@@ -467,13 +466,13 @@ class Manager:
     ) -> asyncio.Task[None] | None:
         """Begin an update. For one that starts workers, return a task that ends when the end is written."""
         if self._state.is_refused:
-            await self._state.write()  # before workers start for a change that could not be saved
+            await self._state.write()  # refuse before workers start for a change that cannot be saved
         await self._check(with_changes(instance.spec, given))
         await self._planner.refresh()
         async with self._turns.of(instance.spec.name):
             self._require_present(instance)
             changes, wanted = given, with_changes(instance.spec, given)
-            self._check_keys(wanted)  # again: another update may have changed other keys
+            self._check_keys(wanted)  # another update may have changed other keys since the first check
             place(wanted, self._planner.inventory)
             if not wanted.max_batch_tokens:
                 chosen = with_batch_tokens(wanted, self._planner.inventory, self.tokens_per_gib)
@@ -499,7 +498,7 @@ class Manager:
         except BaseException:
             await self._state.end_update(name, record)
             raise
-        return self._in_background(self._until_updated(instance, record), f"end of the update of {name}")
+        return self._in_background(self._until_updated(instance, record), f"update of {name}")
 
     def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -510,20 +509,20 @@ class Manager:
     async def _until_updated(self, instance: ManagedInstance, record: str) -> None:
         with suppress(TeimgrError):
             await instance.update_finished()
-        if not self._is_shutting_down:  # else the next daemon continues it
+        if not self._is_shutting_down:  # otherwise the next daemon resumes it
             await self._state.end_update(instance.spec.name, record)
 
     async def _resume_update(self, name: str, instance: ManagedInstance | None) -> None:
         """Resume an update that was interrupted by a daemon's end; give up if that happened too often."""
         try:
             async with self._state.resuming(name) as (changes, recreate):
-                log.info("an update is begun again", extra={"instance": name, "changes": sorted(changes)})
+                log.info("resuming an interrupted update", extra={"instance": name, "changes": sorted(changes)})
                 if instance is None:
                     raise InstanceNotFound(name)
                 await instance.adoption_over()
                 await self._turns.carry_out(self._update(instance, changes, recreate), f"update of {name}")
         except (TeimgrError, ValueError, KeyError, TypeError) as error:
-            self._state.add_alarm(f"the update of '{name}' that was under way is given up: {error}")
+            self._state.add_alarm(f"the interrupted update of '{name}' was not resumed: {error}")
 
     async def start(self, name: str) -> InstanceView:
         """Begin to start an instance.
@@ -572,11 +571,11 @@ class Manager:
             return None
         if (found := self._name_of(model_id)) is not None:
             return found
-        declaring = self._declare_in_turn(model_id, key, value)  # a caller that leaves must not let the next one in
+        declaring = self._declare_in_turn(model_id, key, value)
         return await self._turns.carry_out(declaring, f"instance of {model_id}")
 
     async def _declare_in_turn(self, model_id: str, key: str, value: Callable[[str], float | None]) -> str:
-        async with self._declaring:  # concurrent calls count together, and each gets another name
+        async with self._declaring:  # the limit and the name depend on calls before this one
             return self._name_of(model_id) or await self._declare(model_id, key, value)
 
     def _name_of(self, model_id: str) -> str | None:
@@ -594,7 +593,9 @@ class Manager:
         limit = self._limit_of_calls()
         granted = grant(held, key, limit)
         if not granted.is_given or (granted.instead and not await self._give_place(granted, model_id)):
-            raise Overloaded(f"No place for an instance of {model_id!r}: calls may have {limit} made", _PLACE_S)
+            raise Overloaded(
+                f"No place for an instance of {model_id!r}: calls may have {limit} made", _NO_PLACE_RETRY_S
+            )
         spec = InstanceSpec(
             name=name_of_model(model_id, self._instances),
             model_id=model_id,
@@ -608,15 +609,15 @@ class Manager:
         self._tries.begin(model_id, key, now)
         try:
             await self.create(spec)
-        except InvalidConfig as error:  # its files are on this host, but the model is not supported
+        except InvalidConfig as error:  # unsupported model
             self._tries.refuse(model_id, error.code, error.message, now)
             raise
         except InstanceExists:
-            if (made_meanwhile := self._name_of(model_id)) is None:  # another model has taken the name meanwhile
+            if (made_meanwhile := self._name_of(model_id)) is None:  # another model took the name
                 raise
             return made_meanwhile
-        except (MaxInstancesReached, PortAllocationFailed) as error:  # a caller of inference may retry
-            raise Overloaded(error.message, _PLACE_S) from error
+        except (MaxInstancesReached, PortAllocationFailed) as error:  # callers of inference may retry
+            raise Overloaded(error.message, _NO_PLACE_RETRY_S) from error
         return spec.name
 
     def _limit_of_calls(self) -> int:
@@ -635,11 +636,11 @@ class Manager:
                 if each.has_failed and (failed := self.failure(each.name))[1] is None:
                     now = asyncio.get_running_loop().time()
                     self._tries.refuse(self._find(each.name).spec.model_id, failed[2], failed[0], now)
-                # One that has calls by now stays; a failed one, whose name may be an invention of a caller, has none.
+                # `unload` refuses if calls have arrived. A failed instance has no calls to check.
                 is_loaded = not each.has_failed and self.get(each.name).state is not State.UNLOADED
                 if not is_loaded or await self.unload(each.name, found.reason):
                     log.info(
-                        "an instance gave its place to another model",
+                        "instance deleted to make room for another model",
                         extra={"instance": each.name, "reason": found.reason, "model_id": model_id},
                     )
                     await self.delete(each.name)
@@ -710,7 +711,11 @@ class Manager:
         """
         instance = self._find(name)
         is_callers = instance.spec.by_call and instance.retry_s is None
-        code = next((each for each in _NOT_TO_BE_HAD if each == instance.failure_code), None) if is_callers else None
+        code = (
+            next((each for each in _UNAVAILABLE_MODEL_CODES if each == instance.failure_code), None)
+            if is_callers
+            else None
+        )
         return instance.view().reason or "see its log", instance.retry_s, code
 
     async def give_up(self, name: str) -> None:
@@ -765,8 +770,8 @@ class Manager:
         name = instance.spec.name
         problem = None
         async with self._turns.of(name):
-            if self._instances.get(name) is not instance:  # another call deleted it meanwhile
-                if purge:  # the logs may belong to another instance by now
+            if self._instances.get(name) is not instance:
+                if purge:  # the logs may belong to a new instance of that name
                     raise InstanceNotFound(name)
                 return instance.view()
             async with self._state.planning(name, lambda spec: None):
@@ -774,7 +779,7 @@ class Manager:
                 await instance.accept(Command.DELETE)
                 view = await instance.settle()
                 await instance.ended()
-                if (is_by_call := instance.spec.by_call) or purge:  # callers choose the names
+                if (is_by_call := instance.spec.by_call) or purge:  # callers invent names, so logs would pile up
                     problem = await self._end_logs(name, remove_logs if purge else set_log_aside)
                 self._forget(name, instance)
                 if is_by_call:
@@ -794,14 +799,14 @@ class Manager:
             async with asyncio.timeout(_LOG_LIMIT_S):
                 await asyncio.to_thread(work, self._settings.log_dir, name)
         except OSError as error:
-            return str(error) or f"the disk does not answer within {_LOG_LIMIT_S:g} s"
+            return str(error) or f"the disk did not answer within {_LOG_LIMIT_S:g} s"
         return None
 
     def _keep_few_series(self, deleted: str) -> None:
         """Drop the metric series of instances deleted long ago, since callers choose the names."""
         self._deleted.pop(deleted, None)
         self._deleted[deleted] = None
-        if len(self._deleted) > _DELETED_KEPT:
+        if len(self._deleted) > _MAX_DELETED_SERIES:
             oldest = next(iter(self._deleted))
             del self._deleted[oldest]
             if oldest not in self._instances:

@@ -1,7 +1,6 @@
-"""Supervises the mux processes by the lifecycle table of the workers: launches or adopts them, and sends them the
-routes.
+"""Supervises the mux processes with the workers' lifecycle table: launches or adopts them and sends them the routes.
 
-A mux that ends or does not answer is killed and started again, and raises an alarm until its successor answers.
+A mux that exits or does not answer is restarted, with an alarm until its successor answers.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _LAST_LINES_S = 1.0  # for what a mux has reported before it ended
 
 MUX_POLICY = RestartPolicy(
     process="mux",
-    failed_exit_limit_s=0.0,  # a failed mux does not exit on its own
+    failed_exit_limit_s=0.0,  # kill at once: a failed mux does not exit
     max_probe_failures=5,
     backoff=Backoff(max_s=10.0, stable_after_s=10.0),
 )
@@ -75,8 +74,7 @@ MUX_POLICY = RestartPolicy(
 
 @dataclass(frozen=True, slots=True)
 class MuxTimeouts:
-    """Limits in seconds: until the control link accepts, and until a probe without an answer has failed; and the
-    interval of the probes."""
+    """Seconds for the control link to connect and for a probe to be answered, and the interval of probes."""
 
     connect_limit_s: float = 20.0
     answer_limit_s: float = 2.0
@@ -84,9 +82,9 @@ class MuxTimeouts:
 
 
 class MuxSupervisor(LifecycleTask):
-    """Keeps one mux process alive while `run` runs; `alarm` is its present problem.
+    """Keeps one mux process alive while `run` runs; `alarm` is its current problem.
 
-    The task of each process, from launch or adoption to its exit, sends events. Each question to the mux is a probe.
+    One task per process, from launch or adoption to exit, sends events. Each request to the mux is a probe.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class MuxSupervisor(LifecycleTask):
         tenants: TenantRegistry | None = None,
     ) -> None:
         super().__init__(restarts, {"mux": launcher.name})
-        self._tenants = tenants if launcher.host else None  # of this host a mux has the table
+        self._tenants = tenants if launcher.host else None  # muxes of this host read the table in shared memory
         self.launcher = launcher
         self.name = launcher.name
         self.alarm: str | None = None
@@ -114,18 +112,18 @@ class MuxSupervisor(LifecycleTask):
         self._crash_reports = crash_reports
         self._tasks: asyncio.TaskGroup | None = None
         self._process: MuxHandle | None = None
-        self._left: asyncio.Future[Exit] | None = None  # done when the process may end while its successor runs
-        self._grace_s = 0.0  # of a process that another process stopped
+        self._left: asyncio.Future[Exit] | None = None
+        self._grace_s = 0.0  # for a process that another process stopped
         self._draining: dict[asyncio.Task[Exit | None], MuxHandle] = {}
         self._forced: set[asyncio.Task[Exit | None]] = set()
         self._replacing: asyncio.Task[None] | None = None
-        self._prepared: MuxHandle | None = None  # serves already, together with the process that it will replace
+        self._prepared: MuxHandle | None = None  # already serving, beside the process that it replaces
         self._is_refused = False  # the adopted mux does not take the routes or rules of this version
         self._stale: str | None = None  # why a mux of another version or configuration was not replaced
-        self._routes: int | None = None  # version of the oldest routes that the process may use; None: it has none yet
+        self._routes: int | None = None  # oldest version that the process may use
         self._routes_changed = asyncio.Event()
         self._is_fed = False
-        self._problem: str | None = None  # from the last answer
+        self._problem: str | None = None  # reported in the last answer
 
     @property
     def state(self) -> str:
@@ -141,7 +139,7 @@ class MuxSupervisor(LifecycleTask):
         try:
             self._process = await self.launcher.adopt()
         except OSError as error:
-            raise Unavailable(f"the mux of an earlier daemon cannot be looked for: {error}") from error
+            raise Unavailable(f"cannot look for the mux of an earlier daemon: {error}") from error
         if self._process is None:
             return False
         facts = {"mux": self.name, "pid": self._process.pid, "is_current": self._process.is_current}
@@ -197,7 +195,7 @@ class MuxSupervisor(LifecycleTask):
     def force_stop(self) -> None:
         for process in (self._process, self._prepared, *self._draining.values()):
             if process is not None:
-                # At a second SIGTERM it exits without waiting for calls; one that hangs is killed.
+                # The second SIGTERM makes it exit without waiting for calls. If it hangs, it is killed.
                 task = asyncio.create_task(self._end(process, _FORCED_S), name=f"forced end of {self.name}")
                 self._forced.add(task)
                 task.add_done_callback(self._forced.discard)
@@ -228,7 +226,7 @@ class MuxSupervisor(LifecycleTask):
 
     async def _kill(self, process: MuxHandle) -> None:
         exit = await self._end(process, 0)
-        self._leave(exit or Exit(None))  # even if it does not die, its successor can bind the same port
+        self._leave(exit or Exit(None))  # even if it does not exit, its successor can bind the port
 
     def _leave(self, exit: Exit) -> None:
         """Stop waiting for the end of the process."""
@@ -241,14 +239,14 @@ class MuxSupervisor(LifecycleTask):
             case ProbeOk():
                 problem = self._problem or self._stale
                 self.alarm = f"{self.name}: {problem}" if problem else None
-            case ProbeFailed(reason) if self._replica.phase is Phase.RUNNING:  # its start takes time
+            case ProbeFailed(reason) if self._replica.phase is Phase.RUNNING:  # probes may fail during the start
                 self.alarm = reason
                 log.warning("probe failed", extra={"mux": self.name, "reason": reason})
                 if self._replica.health is WorkerHealth.GOOD and self._process is not None:
                     self._process.send_signal(STACKS_SIGNAL)
             case Exited(exit):
                 reason = (self._replica.failure or explain(exit, "mux")).message
-                self.alarm = f"{self.name} is being started again: {reason}; see {self.launcher.log_name}"
+                self.alarm = f"{self.name} is restarting: {reason};  see {self.launcher.log_name}"
                 self._metrics.mux_gone(self.name)
                 if self._process is not None:
                     self._report_crash(self._process, exit, reason)
@@ -287,7 +285,7 @@ class MuxSupervisor(LifecycleTask):
             exit = await self._serve(process)
         except (LaunchFailed, OSError, TeimgrError) as error:
             exit = Exit(None, ExitReport(Code.INTERNAL_ERROR, str(error), permanent=False))
-        except Exception as error:  # a defect must not leave the fleet without a mux
+        except Exception as error:  # the fleet needs a mux even after a defect
             log.exception("supervision of a mux failed", extra={"mux": self.name})
             exit = Exit(None, ExitReport(Code.INTERNAL_ERROR, repr(error), permanent=False))
             if self._process is not None:
@@ -306,22 +304,22 @@ class MuxSupervisor(LifecycleTask):
 
         Until then both accept connections, or they wait in the backlog of the new one.
         """
-        while not (self._is_fed or self._is_refused):  # over the control socket, whose path the new one takes
-            if self._process is not old:  # it has ended, and one of this version follows
+        while not (self._is_fed or self._is_refused):  # before the new mux takes the control socket's path
+            if self._process is not old:  # it exited and is restarted in this version
                 return
             await self._routes_changed.wait()
         try:
             new = self._prepared = await self.launcher.launch(beside=True)
             await self._give_routes(new)
         except (LaunchFailed, MuxLost, OSError, TeimgrError) as error:
-            self._stale = f"it has another version or configuration, and its successor does not start: {error}"
+            self._stale = f"it has another version or configuration, and its successor did not start: {error}"
             log.error("mux not replaced", extra={"mux": self.name, "reason": str(error)})
             failed, self._prepared = self._prepared, None
             if failed is not None:
                 await self._end(failed, 0)
             self.launcher.record(old)
             return
-        except asyncio.CancelledError:  # the daemon ends: the next one finds the new mux, which has to listen by then
+        except asyncio.CancelledError:  # the next daemon adopts the new mux
             if self._prepared is not None:
                 with suppress(MuxLost, OSError):
                     await self._give_routes(self._prepared)
@@ -367,7 +365,7 @@ class MuxSupervisor(LifecycleTask):
         except MuxLost as error:
             has_successor = not process.is_current and await self._has_successor()
             post(WorkerDraining() if has_successor else WorkerFailed(FailureCause(str(error))))
-        except Exception as error:  # a defect
+        except Exception as error:
             log.exception("supervision of a mux failed", extra={"mux": self.name})
             post(WorkerFailed(FailureCause(repr(error))))
 
@@ -487,7 +485,7 @@ class MuxSupervisor(LifecycleTask):
         try:
             return await process.stop(grace_s, sigterm=sigterm)
         except LaunchFailed as error:
-            log.error("mux cannot be ended", extra={"mux": self.name, "reason": str(error)})
+            log.error("mux could not be killed", extra={"mux": self.name, "reason": str(error)})
             return None
         finally:
             if leasing:
@@ -530,8 +528,7 @@ class MuxHosts(Protocol):
 
 
 class Muxes:
-    """The mux processes of the settings: supervised within `running`, ended by `stop`. `hosts` has those on other
-    hosts."""
+    """All mux processes: supervised within `running`, ended by `stop`. `hosts` lists those on other hosts."""
 
     def __init__(
         self,
@@ -569,7 +566,7 @@ class Muxes:
 
     def alarms(self) -> list[str]:
         found = [each.alarm for each in self._all if each.alarm]
-        return [*found, f"muxes of other hosts are not followed: {self._unfollowed}"] if self._unfollowed else found
+        return [*found, f"muxes of other hosts are not supervised: {self._unfollowed}"] if self._unfollowed else found
 
     def states(self) -> dict[str, str]:
         """Return the state of each host's muxes by its name, "" for this host: `serving`, `starting` or an alarm."""
@@ -591,11 +588,11 @@ class Muxes:
             PortConflict: another program listens on the gRPC port or on `grpc_socket`.
             InvalidConfig: it is not possible to listen on them.
         """
-        if self._supervisors:  # first: serving muxes share their port, and stay if another program has it too
+        if self._supervisors:  # muxes that serve share their port
             bind(self._settings.grpc_host, self._settings.grpc_port, "grpc_port", is_shared=True).close()
         await self._end_surplus()
         adopted = [await each.adopt() for each in self._supervisors]
-        if self._supervisors and not any(adopted):  # others can bind the port together with an adopted mux
+        if self._supervisors and not any(adopted):  # the port must be free without an adopted mux
             bind(self._settings.grpc_host, self._settings.grpc_port, "grpc_port").close()
         if self._socket is not None and not adopted[0]:
             check_free(self._socket, "grpc_socket")
@@ -624,14 +621,14 @@ class Muxes:
                     await hosts.end_surplus()
                     has_ended_surplus = True
             except TeimgrError as error:
-                log.warning("surplus muxes of other hosts are not ended yet", extra={"reason": error.message})
+                log.warning("surplus muxes of other hosts not ended; trying again", extra={"reason": error.message})
             try:
                 self._match(hosts.wanted())
                 self._unfollowed = ""
                 await hosts.changed()
-            except Exception as error:  # a defect must not leave a host without its mux for good
+            except Exception as error:  # hosts need a mux even after a defect
                 if (problem := repr(error)) != self._unfollowed:
-                    log.exception("the muxes of other hosts are not started and ended")
+                    log.exception("supervision of the muxes of other hosts failed")
                 self._unfollowed = problem
                 await asyncio.sleep(_ADOPTION_PAUSE_S)
 
@@ -641,7 +638,7 @@ class Muxes:
             self._leaving[each] = asyncio.create_task(self._end(each, self._remote.pop(each)))
         for name in wanted.keys() - {each.name for each in self._remote}:
             supervisor = self._supervisor(wanted[name])
-            # A mux that is ending still has calls: it is not taken over, its successor starts beside it.
+            # A mux that is ending still has calls, so it is not adopted: its successor starts beside it.
             is_back = any(each.name == name for each in self._leaving)
             running = supervisor.run() if is_back else self._adopt_and_run(supervisor)
             self._remote[supervisor] = asyncio.create_task(running, name=name)
@@ -651,9 +648,9 @@ class Muxes:
             try:
                 await supervisor.adopt()
                 break
-            except Exception as error:  # any error: else the host would stay without a mux
+            except Exception as error:  # hosts need a mux even after a defect
                 reason = error.message if isinstance(error, TeimgrError) else repr(error)
-                log.warning("no mux adopted", extra={"mux": supervisor.name, "reason": reason})
+                log.warning("adoption of a mux failed; trying again", extra={"mux": supervisor.name, "reason": reason})
                 await asyncio.sleep(_ADOPTION_PAUSE_S)
         await supervisor.run()
 

@@ -1,6 +1,6 @@
 """Configuration reload while the daemon runs: plan, then apply step by step.
 
-The file overrides every instance that it names, including changes made by REST; other instances stay. An invalid file
+The file overrides each instance that it names, including changes made by REST; other instances stay. An invalid file
 changes nothing.
 """
 
@@ -27,9 +27,9 @@ from teimgr.spec import KEYS, Change, InstanceSpec, key_of
 log = logging.getLogger(__name__)
 
 LIVE = frozenset(item.name for item in fields(Settings) if key_of(item).live)
-"""The settings that a reload changes; the others change at the next start."""
+"""Settings that a reload changes; the others take effect at the next start."""
 
-_REASON_CHARS = 4096  # of an event: the log and the answer have the full text
+_REASON_CHARS = 4096  # in an event; the log and the reply have the full text
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SettingChange:
 
 @dataclass(frozen=True, slots=True)
 class ReloadPlan:
-    """The changes. The instances in `left` are from an earlier configuration, and stay because pruning is off."""
+    """The changes. `left` lists instances of an earlier configuration that stay because pruning is off."""
 
     settings: list[SettingChange]
     create: list[str]
@@ -83,10 +83,10 @@ Move = tuple[Literal["remove", "update", "recreate", "create"], str, Callable[[]
 
 
 class Reloader:
-    """Reads `source` again on request, changes the fleet accordingly, and records the result in `events`.
+    """Reads `source` on request, changes the fleet accordingly, and records the result in `events`.
 
-    `apply` is called with the present settings and the new live keys; it applies all, or raises InvalidConfig.
-    `configuration` is the one in effect: keys that change at the next start have their present values.
+    `apply` gets the current settings and the new live keys; it applies all of them or raises InvalidConfig.
+    `configuration` is the one in effect: keys that change at the next start have their current values.
     """
 
     def __init__(

@@ -1,16 +1,15 @@
-"""Desired state of the fleet and its file: written before each change, and retried if the disk refused.
+"""Desired state of the fleet and its file, written before each change and retried if the write failed.
 
-The state file has the instances as TOML and is replaced atomically, with the previous generation beside it.
+The state file lists the instances as TOML. It is replaced atomically, and the previous generation is kept.
 
-state.toml                        tei-manager's own format; teimgr's further keys only if they differ from the default
-state.toml.prev                   the generation before
+state.toml                        tei-manager's format; further keys of teimgr only if they differ from the default
+state.toml.prev                   the previous generation
 state.toml.lock                   locked by the daemon that uses the state file
-state.toml.corrupt-<time>         a file that could not be read, set aside
-state.toml.backup-<time>          a state that was not to be restored
+state.toml.corrupt-<time>         an unreadable file, set aside
+state.toml.backup-<time>          a state that was not restored
 
-The file's head has the SHA-256 of the lines below it, since a truncated file may still be valid TOML. A file without
-it, from tei-manager or an earlier version, is accepted as it is; so is a file from which an operator who edited it has
-deleted that line.
+The head of the file contains the SHA-256 of the lines below it, since a truncated file may be valid TOML. A file
+without it is accepted: it is from tei-manager, or an operator who edited the file has deleted the line.
 """
 
 from __future__ import annotations
@@ -38,15 +37,13 @@ from teimgr.files import duplicate, failure_of, lock_file, write_atomically
 from teimgr.spec import A_CALL, MADE_BY, MADE_FOR, InstanceSpec, now_rfc3339
 
 SET_ASIDE_KEPT = 5
-# After this many daemons ended during an update, it is not resumed.
+# An update is given up after this many daemons ended during it.
 _UPDATE_TRIES = 5
-# Seconds between attempts to write the state file while the disk refuses.
 _RETRY_S = 5.0
-# Time limit of one write, since a disk behind a network may not answer.
-_WRITE_LIMIT_S = 10.0
-# The digest covers all bytes after this.
+_WRITE_LIMIT_S = 10.0  # a network disk may not answer
+# The digest covers all bytes after the match.
 _HEAD = re.compile(rb'\Alast_updated = "[^"\n]*"\nsha256 = "([0-9a-f]{64})"\n\n')
-# Always written, in this order, as in tei-manager; `extra_args` may be empty.
+# Always written, in tei-manager's order; `extra_args` may be empty.
 _ALWAYS = ("name", "model_id", "port", "max_batch_tokens", "max_concurrent_requests", "extra_args")
 _DEFAULTS = {
     field.name: field.default if field.default_factory is MISSING else field.default_factory()
@@ -58,24 +55,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Instances read from disk. `alarm` is a sentence for operators if something was left out or set aside."""
+    """Instances read from disk. `alarm` describes what was left out or set aside."""
 
     specs: tuple[InstanceSpec, ...] = ()
     alarm: str | None = None
 
 
 class Unreadable(Exception):
-    """The bytes are not a state file; the text is the reason."""
+    """The bytes are not a valid state file; the text is the reason."""
 
 
 class Store:
-    """The state file at `path`, which may be a symbolic link. One writer at a time: the holder of the lock."""
+    """The state file at `path`, which may be a symbolic link. Only the holder of the lock writes it."""
 
     def __init__(self, path: Path) -> None:
         self._named = path
         self._path = path.resolve()
         self._previous = self._path.with_name(f"{self._path.name}.prev")
-        self._is_damaged = False  # the file at `path` is damaged and must not become the previous generation
+        self._is_damaged = False  # must not become the previous generation
         self._lock: int | None = None
 
     def open(self) -> None:
@@ -150,8 +147,8 @@ class Store:
         try:
             self._previous.rename(kept)
         except OSError as error:
-            return Loaded((), f"{missing}; the generation before could not be kept: {error}")
-        return Loaded((), f"{missing}, no instance was restored; the generation before is kept as {kept}")
+            return Loaded((), f"{missing}; the previous generation could not be kept: {error}")
+        return Loaded((), f"{missing}, no instance was restored; the previous generation is kept as {kept}")
 
     def _try_set_aside(self) -> str:
         try:
@@ -165,13 +162,13 @@ class Store:
         try:
             found = parse(self._previous.read_bytes())
         except (Unreadable, OSError):
-            return Loaded((), f"{problem}; {kept}; no good generation before it, no instance was restored")
-        done = "restored the one before"
+            return Loaded((), f"{problem}; {kept}; no valid previous generation, no instance was restored")
+        done = "restored the previous generation"
         try:
-            duplicate(self._previous, self._path)  # now: the loaded state must not depend on a later save
+            duplicate(self._previous, self._path)
             self._is_damaged = False
         except OSError as error:
-            done = f"{done}, which could not be copied to its place: {error}"
+            done = f"{done}, but could not copy it to {self._path.name}: {error}"
         return Loaded(found.specs, "; ".join(filter(None, (problem, kept, done, found.alarm))))
 
 
@@ -182,21 +179,21 @@ def parse(content: bytes) -> Loaded:
         Unreadable: It is not such a file.
     """
     if (head := _HEAD.match(content)) and hashlib.sha256(content[head.end() :]).hexdigest() != head[1].decode():
-        raise Unreadable("its sha256 is wrong: it is damaged, or was edited without deleting the line sha256")
+        raise Unreadable("sha256 does not match: the file is damaged, or was edited without deleting the line sha256")
     try:
         table = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"not TOML: {error}") from error
     entries = table.get("instances")
     if "last_updated" not in table or not isinstance(entries, list):
-        raise Unreadable("last_updated and instances must be there")
+        raise Unreadable("last_updated or instances is missing")
     specs, problems = [], []
     for index, entry in enumerate(entries):
         try:
             specs.append(_read_entry(entry, f"instances[{index}]"))
         except InvalidConfig as error:
             problems.append(error.message)
-        except RecursionError:  # dotted keys, which the parser reads without recursion
+        except RecursionError:  # raised for deeply nested dotted keys
             problems.append(f"instances[{index}]: nested too deep")
     return Loaded(tuple(specs), f"left out of the state file: {'; '.join(problems)}" if problems else None)
 
@@ -213,7 +210,7 @@ def _now() -> str:
 
 def _entry(spec: InstanceSpec) -> dict[str, Any]:
     values = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    always = (*_ALWAYS, "by_call") if MADE_BY in spec.tags else _ALWAYS  # a user may have given the tag
+    always = (*_ALWAYS, "by_call") if MADE_BY in spec.tags else _ALWAYS  # the tag may be a user's
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in values.items()
@@ -228,7 +225,7 @@ def _read_entry(entry: object, path: str) -> InstanceSpec:
     if len(known) < len(entry):
         log.warning("unknown keys in the state file", extra={"entry": path, "keys": sorted(entry.keys() - known)})
     spec = schema.build(InstanceSpec, known, path)
-    if "by_call" not in known and spec.tags.get(MADE_BY) == A_CALL:  # as written by 0.1.0
+    if "by_call" not in known and spec.tags.get(MADE_BY) == A_CALL:  # written by 0.1.0
         return replace(spec, by_call=True, by_key=spec.tags.get(MADE_FOR, ""))
     return spec
 
@@ -268,25 +265,25 @@ def _back_up(store: Store, state: Loaded) -> str | None:
 class WantedState:
     """The specs of all instances, with the changes about to be made and the updates in progress.
 
-    `instances` yields the specs in effect. A change is written first and made afterwards, so an acknowledged change is
-    on disk and a refused write leaves the fleet as it was.
+    `instances` yields the specs in effect. A change is written before it is applied, so an acknowledged change is on
+    disk and a failed write leaves the fleet unchanged.
     """
 
     def __init__(self, store: Store, instances: Callable[[], Iterable[InstanceSpec]]) -> None:
         self._store = store
         self._instances = instances
-        # Intended changes, persisted before they are applied (write-ahead). Each has one owner, which removes it:
-        # commands take turns (`Manager`), so one plans at a time, and an instance has one update that commits.
+        # Intended changes, persisted before they are applied (write-ahead). The command that adds one removes it;
+        # `Manager` runs one command on a name at a time.
         self._creating: dict[str, InstanceSpec] = {}
         self._planned: dict[str, Callable[[InstanceSpec], InstanceSpec | None]] = {}
         self._committing: dict[str, InstanceSpec] = {}
-        self._unfinished: dict[str, str] = {}  # updates that an earlier daemon's end interrupted, as JSON
-        self._pending: dict[str, str] = {}  # updates under way, as JSON
-        self._tries: dict[str, int] = {}  # how often the update under way was begun by earlier daemons
+        self._unfinished: dict[str, str] = {}  # updates interrupted by an earlier daemon's end, as JSON
+        self._pending: dict[str, str] = {}  # updates in progress, as JSON
+        self._tries: dict[str, int] = {}  # starts of the update by earlier daemons
         self._saving = asyncio.Lock()
         self._writing: set[asyncio.Task[None]] = set()
-        self._is_late = False  # the present write exceeded its time limit
-        self._next_write: asyncio.Task[None] | None = None  # not begun yet: it will write the state of its time
+        self._is_late = False  # the current write has exceeded its time limit
+        self._next_write: asyncio.Task[None] | None = None  # not begun yet
         self._saved: list[InstanceSpec] | None = None
         self._retry: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -317,7 +314,7 @@ class WantedState:
         if last:
             _, late = await asyncio.wait(last, timeout=limit_s)
             if late:
-                log.error("the last write of the state is given up: its disk does not answer")
+                log.error("last write of the state file given up: the disk does not answer")
                 return
         self._store.close()
 
@@ -471,12 +468,12 @@ class WantedState:
         writing = self._queue_write()
         if self._is_late:
             raise StateNotSaved(str(self._save_alarm))
-        # Its thread cannot be cancelled: if the caller is, the next write waits for this one and compares with it.
+        # The thread of a write cannot be cancelled: after a cancelled caller, the next write waits for this one.
         await asyncio.wait((writing,), timeout=_WRITE_LIMIT_S)
         if not writing.done():
             self._is_late = True
-            self._queue_write()  # without what is refused now
-            raise StateNotSaved(self._alarm(f"its disk has not answered for {_WRITE_LIMIT_S:g} s"))
+            self._queue_write()  # writes the state without the change refused here
+            raise StateNotSaved(self._alarm(f"the disk has not answered for {_WRITE_LIMIT_S:g} s"))
         writing.result()
 
     def _queue_write(self) -> asyncio.Task[None]:
@@ -498,7 +495,7 @@ class WantedState:
         self._writing.discard(writing)
         self._is_late = False
         if not writing.cancelled():
-            writing.exception()  # retrieved, since the caller may have gone; the alarm has the error
+            writing.exception()  # marks it as retrieved; the alarm has the error
 
     async def _write(self) -> None:
         async with self._saving:

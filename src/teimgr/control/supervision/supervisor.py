@@ -1,7 +1,7 @@
-"""Supervisor of one replica: a task that feeds events from a mailbox to the state machine and carries out its effects.
+"""Supervisor of one replica: a task that feeds events from a mailbox to the state machine and executes its effects.
 
-It is the only writer of the replica's state. Handling an event never waits: launches and stops take place in a
-`WorkerRun` and come back as events, so the mailbox stays short.
+It is the only writer of the replica's state. Event handling never waits: launches and stops run in a `WorkerRun` and
+report back as events, so the mailbox stays short.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Owner(Protocol):
     """The instance of a supervisor, called in the event loop."""
 
     placing: asyncio.Lock
-    """Held while a worker gets its place and memory, so that the next one takes them into account, as a plan does."""
+    """Held while a worker gets its place and memory, so the next placement counts them."""
 
     def siblings_of(self, supervisor: Supervisor) -> Sequence[Supervisor]:
         """The other replicas that will serve with it."""
@@ -139,9 +139,9 @@ class _Request:
 class Supervisor(LifecycleTask):
     """Supervises the `number`-th replica of the instance `spec`.
 
-    `role` is its part in an update, as in `WorkerView`. `host` (empty in a fleet of one) and `gpu`, the UUID of the
-    card, are where the present worker was placed or the next one will be. The needs of its task are made when the task
-    begins: thousands of instances rest from the daemon's start, and have none.
+    `role` is its part in an update, as in `WorkerView`. `host` ("" in a fleet of one host) and `gpu`, the UUID of the
+    card, are the place of the current or next worker. Objects of the task are created when the task begins, since
+    thousands of instances may never start.
     """
 
     def __init__(
@@ -159,19 +159,19 @@ class Supervisor(LifecycleTask):
         self.host = ""
         self.gpu: str | None = None
         self.place: Place | None = None
-        """The place of the present worker, from before its launch until its process has ended."""
+        """The current worker's place, from before its launch until its process has ended."""
         self.model: LoadedModel | None = None
-        """The model of the last worker that was ready."""
+        """The last ready worker's model."""
         self._context = context
         self._owner = owner
         self._worker: WorkerRun | None = None
         self._worker_tasks: asyncio.TaskGroup | None = None
         self._threads: CpuThreads | None = None
         self._probed_at: datetime | None = None
-        self._give_back: Callable[[], None] | None = None  # returns the load slot
-        self._reservation: Reservation | None = None  # memory of the present worker, until its process has ended
-        self._private_bytes: int | None = None  # last reported by the present worker
-        self._destination: Place | None = None  # of its first worker, if it was chosen
+        self._give_back: Callable[[], None] | None = None  # frees the load slot
+        self._reservation: Reservation | None = None  # held until the worker's process has ended
+        self._private_bytes: int | None = None
+        self._destination: Place | None = None  # chosen place of the first worker
         self._closed = False
 
     @cached_property
@@ -381,7 +381,7 @@ class Supervisor(LifecycleTask):
                 self.started.set()
                 while not self._is_over:
                     await self._handle(await self._next())
-        except Exception as defect:  # else its worker would live on with nothing to end it
+        except Exception as defect:  # end the worker, which would otherwise be unsupervised
             await self._abandon(defect)
             raise
         finally:
@@ -389,7 +389,7 @@ class Supervisor(LifecycleTask):
 
     async def _abandon(self, defect: Exception) -> None:
         handle = self._worker.handle if self._worker else None
-        reason = f"its supervision ended by a defect: {type(defect).__name__}; restart the daemon"
+        reason = f"its supervision failed: {type(defect).__name__}; restart the daemon"
         self._replica = ReplicaState.failed(self._replica.policy, reason)
         if handle is not None:
             try:
@@ -479,7 +479,7 @@ class Supervisor(LifecycleTask):
         for effect in effects:
             if effect is Effect.LAUNCH:
                 self._start_worker(None)
-            elif effect is not Effect.END and self._worker is not None:  # at END `run` returns
+            elif effect is not Effect.END and self._worker is not None:  # at END, `run` returns
                 grace_s = 0.0 if effect is Effect.KILL else self._context.grace_s
                 self._worker.end(grace_s, handover=effect is Effect.HAND_OVER)
 
@@ -505,7 +505,10 @@ class Supervisor(LifecycleTask):
         if self._threads is not None:
             worker.set_threads(self._threads)
         self._worker = worker
-        for family in (catalogue.RESTARTS, catalogue.PROBE_FAILURES):  # from 0: an alert counts the first one too
+        for family in (
+            catalogue.RESTARTS,
+            catalogue.PROBE_FAILURES,
+        ):  # start at 0, so that alerts count the first increase
             context.records.metrics.count(family, self.spec.name, by=0)
         self._worker_tasks.create_task(worker.run(), name=f"worker of {self.spec.name}")
 
@@ -516,7 +519,7 @@ class Supervisor(LifecycleTask):
             spec = await self._place()
         self._owner.on_placed()
         device = spec.gpu or spec.host or None
-        await planner.slots.take(device)  # last, so that a load that waits for memory delays no other
+        await planner.slots.take(device)  # last: a load that waits for memory holds no slot
         self._give_back = partial(planner.slots.give_back, device)
         return spec
 
@@ -568,7 +571,7 @@ class Supervisor(LifecycleTask):
         self._start_worker(adopted)
         assert self._worker is not None
         if self._worker.is_ready:
-            self._step(WorkerReady())  # at once: routers must not see another state for a moment
+            self._step(WorkerReady())  # at once, so that routers see no intermediate state
 
     def _release_slot(self) -> None:
         give_back, self._give_back = self._give_back, None

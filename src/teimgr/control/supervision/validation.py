@@ -36,7 +36,7 @@ def with_changes(spec: InstanceSpec, changes: Mapping[str, Any]) -> InstanceSpec
 
 
 class Ports:
-    """Allocates from `[start, end)` on `host`, and metrics ports from `prometheus_start` upwards.
+    """Allocates ports from `[start, end)` on `host`, and metrics ports from `prometheus_start` upwards.
 
     `reserved` are the daemon's own ports: number → description.
     """
@@ -156,7 +156,7 @@ def check_model(worker: WorkerSpec) -> None:
                 check_safetensors(layout.root, layout.weights)
     except ModelNotFound as error:
         raise InvalidConfig(f"model_id: {error.message}") from error
-    except OSError as error:  # such as a name that no file system takes
+    except OSError as error:  # such as a name longer than the file system allows
         raise InvalidConfig(f"model_id: cannot be read: {error.strerror}") from error
     except ModelLoadFailed as error:
         raise InvalidConfig(f"model_id: {worker.model_id} cannot be served: {error.message}") from error

@@ -35,15 +35,13 @@ from teimgr.wire.routing.directory import Directory
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 5.0
-# A probe that the worker's event loop does not answer fails after this time; a healthy worker on a loaded machine may
-# be late once. After a failed probe the next ones follow at most this far apart, instead of at the interval: three
-# failures, the default limit, take under five seconds.
+# Limit of the event loop's answer to a probe, and the pause after a failed probe. Three failures, the default limit,
+# take under five seconds.
 ANSWER_LIMIT_S = 1.4
 _RETRY_PAUSE_S = 0.2
-# A healthy worker that is not busy answers a probe within this time; only others get a second request.
+# An idle healthy worker answers a probe within this time. After it, a second request checks the event loop.
 _AT_ONCE_S = 0.3
-# A worker that does not confirm a handover within this time hangs, and is killed.
-_HANDOVER_LIMIT_S = 10.0
+_HANDOVER_LIMIT_S = 10.0  # a worker that takes longer to confirm a handover is killed
 _NEVER_LAUNCHED = "stopped before it was launched"
 
 log = logging.getLogger(__name__)
@@ -59,7 +57,7 @@ class ProbePlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """The memory that a worker reports; None for values that it does not report. `device_bytes` are its allocator's."""
+    """Memory reported by a worker; None if not reported. `device_bytes` is what its allocator holds."""
 
     resident_bytes: int
     private_bytes: int | None = None
@@ -79,7 +77,7 @@ class MemoryReading:
 
 
 class Usage(NamedTuple):
-    """Calls of a worker, including messages of streams: all since its start, and those in flight."""
+    """Calls of a worker, including messages of streams: the total since its start, and those in flight."""
 
     calls: int
     under_way: int
@@ -88,9 +86,9 @@ class Usage(NamedTuple):
 class WorkerRun:
     """Holds one worker's process handle and control link, probes it, and ends it.
 
-    `plan` waits for a load slot and makes the spec. `post` gets the events, in the event loop; `Exited` is the last.
-    `on_memory` gets the memory that the worker reports, or None: once it is ready, with True for a new worker, and
-    after each good probe.
+    `plan` waits for a load slot and makes the spec. `post` gets the events in the event loop; `Exited` is the last.
+    `on_memory` gets the reported memory or None when the worker is ready, with True for a new worker, and after each
+    good probe.
     """
 
     def __init__(
@@ -111,10 +109,10 @@ class WorkerRun:
         self._post = post
         self._on_memory = on_memory
         self.alarm: str | None = None
-        """What blocked the worker's event loop recently, by its watchdog."""
+        """What recently blocked the worker's event loop, reported by its watchdog."""
         self._link: ControlLink | None = None
         self._threads: CpuThreads | None = None
-        self._sent_threads: CpuThreads | None = None  # over the present link
+        self._sent_threads: CpuThreads | None = None  # over the current link
         self._ready = asyncio.Event()
         self._grace_s: float | None = None
         self._handover = False
@@ -135,7 +133,7 @@ class WorkerRun:
             exit = Exit(None, ExitReport(Code.INTERNAL_ERROR, str(error), permanent=False))
         except TeimgrError as error:
             exit = Exit(None, ExitReport(error.code, error.message, permanent=isinstance(error, Refused)))
-        except Exception as error:  # a defect; without `Exited` the supervisor would wait forever
+        except Exception as error:  # without `Exited` the supervisor would wait forever
             log.exception("supervision of a worker failed")
             exit = await self._abandon(error)
         self._left_ports.set()
@@ -149,7 +147,7 @@ class WorkerRun:
             stats = json.loads(await link.call(Method.STATS, CALLS_AND_MEMORY, timeout_s=ANSWER_LIMIT_S))
             return Usage(stats.get("taken", stats.get("requests", 0)), stats["calls"]), MemoryReading.of(stats)
         except (TeimgrError, ValueError, KeyError, TypeError) as error:
-            log.debug("no count of a worker's calls", extra={"reason": str(error)})
+            log.debug("worker did not report its calls", extra={"reason": str(error)})
             return None
 
     async def left_ports(self) -> None:
@@ -165,7 +163,7 @@ class WorkerRun:
         self._grace_s = grace_s
         self._handover |= handover
         if self._launching is not None:
-            if not self._launching.cancelling():  # a second cancellation would reach what ends the forked process
+            if not self._launching.cancelling():  # a second cancellation would interrupt the cleanup
                 self._launching.cancel()
         elif self.handle is not None and self._tasks is not None:
             self._begin_stop(self.handle, grace_s)
@@ -189,7 +187,7 @@ class WorkerRun:
                 await asyncio.wait({waiting, self._stuck}, return_when=asyncio.FIRST_COMPLETED)
                 exit = waiting.result() if waiting.done() else self._stuck.result()
             finally:
-                self._tasks = None  # nothing is left for `end` to do
+                self._tasks = None  # makes `end` return at once
                 waiting.cancel()
             link.cancel()
             probes.cancel()
@@ -223,7 +221,7 @@ class WorkerRun:
                 await self.handle.stop(0)
         except LaunchFailed as error:
             report = ExitReport(Code.INTERNAL_ERROR, str(error), permanent=True)
-        except Exception:  # the same defect again
+        except Exception:  # already logged
             log.exception("worker not ended", extra={"instance": self.handle.spec.name if self.handle else None})
         return Exit(None, report)
 
@@ -338,12 +336,12 @@ class WorkerRun:
             if self._link is not None:
                 found = MemoryReading.of(json.loads(await self._link.call(Method.STATS, timeout_s=ANSWER_LIMIT_S)))
         except (TeimgrError, ValueError, TypeError, AttributeError) as error:
-            log.debug("no reading of a new worker's memory", extra={"reason": str(error)})
+            log.debug("new worker did not report its memory", extra={"reason": str(error)})
         self._on_memory(found, not self.is_adopted)
 
 
 class NoAnswer(DeadlineExceeded):
-    """The worker's event loop did not answer, whatever its device does."""
+    """The worker's event loop did not answer; a busy device alone does not cause this."""
 
 
 class Prober:
@@ -351,9 +349,9 @@ class Prober:
 
     def __init__(self, timeout_s: float) -> None:
         self.memory: MemoryReading | None = None
-        """The worker's memory at the last good probe; None before that, and if it reports none."""
+        """Memory at the last good probe; None before that, or if not reported."""
         self.alarm: str | None = None
-        """A sentence of the worker's loop watchdog at the last good probe."""
+        """Message of the worker's loop watchdog at the last good probe."""
         self._timeout_s = timeout_s
         self._batches: int | None = None
 
@@ -369,7 +367,7 @@ class Prober:
         answer = link.begin(Method.PROBE, payload, timeout_s=self._timeout_s)
         try:
             if not (await asyncio.wait((answer,), timeout=_AT_ONCE_S))[0]:
-                # The device may be busy for long; the process answers soon unless it was stopped.
+                # A busy device delays PROBE, but not STATS, which the event loop answers.
                 try:
                     await link.call(Method.STATS, timeout_s=min(self._timeout_s, ANSWER_LIMIT_S) - _AT_ONCE_S)
                 except DeadlineExceeded as error:
@@ -386,7 +384,7 @@ class Prober:
             raise Unavailable(f"the worker's answer to PROBE cannot be read: {error!r}") from error
         finally:
             if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # retrieved
+                answer.exception()  # marks it as retrieved
 
 
 @dataclass(frozen=True, slots=True)

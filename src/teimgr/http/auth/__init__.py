@@ -1,1 +1,1 @@
-"""Authentication and authorisation: keys, client certificates, and the policy that both ports apply."""
+"""Authentication and authorisation: keys, client certificates, and the policy of both ports."""

@@ -1,7 +1,7 @@
 """Authentication and authorisation policy: rights, API keys, client certificate rules.
 
 REST and gRPC apply the same `Policy` (`authenticate_request`, `authenticate_call`). Keys are stored and compared as
-SHA-256, which is enough for random keys.
+SHA-256, which suffices for random keys.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 from teimgr.errors import Code, Forbidden, Unauthenticated, error_from_code
 
-# The SHA-256 of a shorter key can be reversed by trying.
+# The SHA-256 of a shorter key can be reversed by brute force.
 MIN_KEY_CHARS = 16
 DEFAULT_MAX_WORKERS = 16
-"""Workers that the instances of a key for some instances may have together."""
+"""Limit of the workers of all instances of a restricted key."""
 _KEY_PREFIX = "teimgr_"
 _KEY_BYTES = 32
 
@@ -71,8 +71,8 @@ _OPERATORS = (Right.ADMIN, Right.READ)
 class Caller:
     """An authenticated client. `instances` are names and globs; None means all instances.
 
-    `max_workers` bounds the workers of a restricted caller's instances together. `tenant` is the number under which
-    its calls are charged and counted, 0 for none; `has_quota`: beyond its quotas they are refused.
+    `max_workers` limits the workers of all instances of a restricted caller. Its calls are charged to and counted for
+    `tenant`, 0 for none; `has_quota`: calls that exceed its quotas are refused.
     """
 
     name: str
@@ -121,10 +121,10 @@ def _pattern_of(instances: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(translate, instances)) or "(?!)")
 
 
-_SHOWN_PATTERNS = 8  # instances of a key in a message
+_SHOWN_PATTERNS = 8  # of a key's instances in a message
 
 ANONYMOUS = Caller("", frozenset(Right))
-"""The caller while authentication is off: all rights."""
+"""The caller if authentication is off, with all rights."""
 
 
 class InvalidKey(Unauthenticated):
@@ -168,7 +168,7 @@ class CertificateRules:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One API key: its hex SHA-256, and the rights, instances and number of workers that it is for."""
+    """One API key: its hex SHA-256, rights, instances and limit of workers."""
 
     name: str
     sha256: str
@@ -185,10 +185,10 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Which callers the listeners accept. `keys` is None if no key is required; an empty tuple accepts no caller.
+    """The callers accepted by the listeners. `keys` is None if no key is required; an empty tuple accepts no caller.
 
-    With both certificate rules and keys, both must hold: the certificate identifies the machine, the key its rights.
-    `is_certified` is true if the handshake requires a certificate signed by our authority.
+    With certificate rules and keys, both are required: the certificate identifies the machine, the key its rights.
+    `is_certified`: the handshake requires a certificate signed by our authority.
     """
 
     certificates: CertificateRules = CertificateRules()
@@ -214,7 +214,7 @@ class Policy:
     def authenticate_digest(self, certificate: CertificateNames, sha256: str | None) -> Caller:
         """Like `authenticate`, with the hex SHA-256 of the key, which a session stores."""
         if not self.certificates.allow(certificate):
-            raise Unauthenticated("the subject and names of the client certificate match none of the allowed ones")
+            raise Unauthenticated("the client certificate's subject or names are not allowed")
         if self.keys is None:
             return ANONYMOUS
         found = [each for each in self.keys if hmac.compare_digest(sha256 or "", each.sha256)]
@@ -241,7 +241,7 @@ class Policy:
 
 
 class PolicyInForce:
-    """The current policy: read at every request, replaced when the configuration is reloaded."""
+    """The current policy, read at each request and replaced by a reload of the configuration."""
 
     def __init__(self, policy: Policy) -> None:
         self.now = policy
@@ -330,7 +330,7 @@ def alternative_name(kind: str, value: str) -> str:
 
 
 def _has_subject(certificate: CertificateNames, wanted: str) -> bool:
-    # First unparsed: a value may contain a comma that the configuration does not escape.
+    # Compared as a whole first: a value may contain a comma that the configuration does not escape.
     subject = certificate.subject
     attributes = {wanted.strip()} if wanted.strip() in subject else subject_attributes(wanted)
     values = {attribute.partition("=")[2] for attribute in subject}

@@ -1,7 +1,7 @@
-"""Sessions of the web page: a cookie that stands for an API key in requests of a browser.
+"""Sessions of the web page: a cookie replaces the API key in a browser's requests.
 
-A session holds the SHA-256 of its key and no rights: the policy in force decides at each request, so a reload that
-removes or changes a key does so for its sessions too. Sessions are in memory and end with the daemon.
+A session stores the SHA-256 of its key and no rights. Each request is checked against the current policy, so a reload
+that removes or changes a key also affects its sessions. Sessions are in memory and end with the daemon.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIFETIME_S = 12 * 3600.0
 MAX_SESSIONS = 1024
 MAX_SESSIONS_OF_KEY = 32
 _TOKEN_BYTES = 32
-# Longer headers are not parsed: ours is below 100 bytes, and other servers of this host may have set some.
+# Longer headers are not parsed. Ours is below 100 bytes, but other servers of this host may have set cookies.
 _MAX_COOKIE_BYTES = 16 * 1024
 
 
@@ -28,10 +28,10 @@ class _Session(NamedTuple):
 
 
 class Sessions:
-    """The open sessions by the digest of their token; the oldest of a key, or of all, gives way to a new one.
+    """The open sessions by the digest of their token; a new one may replace the oldest of its key, or of all.
 
-    `port` is part of the cookie's name: browsers send a cookie to every port of a host, and two daemons on one host
-    must not overwrite each other's.
+    `port` is part of the cookie's name, since browsers send a cookie to every port of a host and two daemons must not
+    overwrite each other's.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Sessions:
         name = self._cookie_name(scope)
         age_s = int(self._lifetime_s) if token else 0
         secure = "; Secure" if _is_tls(scope) else ""
-        # Below a prefix the host has other servers, perhaps another daemon, which must not get or replace this cookie.
+        # Other servers below the same host must not get or replace this cookie.
         path = path_prefix_of(scope) or "/"
         return f"{name}={token}; Path={path}; Max-Age={age_s}; HttpOnly; SameSite=Strict{secure}"
 
     def _cookie_name(self, scope: Scope) -> str:
-        # With `__Host-` browsers accept it from this very host alone, over TLS, and for the path / alone.
+        # Browsers accept `__Host-` only over TLS, from this exact host, and for the path /.
         kind = "" if not _is_tls(scope) else "__Secure-" if path_prefix_of(scope) else "__Host-"
         return f"{kind}teimgr-session-{self._port}"
 

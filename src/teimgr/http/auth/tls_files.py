@@ -1,4 +1,4 @@
-"""PEM files of a TLS listener: loading, validation, and polling for replacement while the listener runs."""
+"""PEM files of a TLS listener: loading, validation, and polling for changes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 
-# Modification time, size and inode of each file: differs after a replacement.
+# Modification time, size and inode of each file.
 Stamp = tuple[tuple[int, int, int], ...]
 
-# The two times of an X.509 certificate in DER, as UTCTime or GeneralizedTime; the groups are the second.
+# The validity of an X.509 certificate in DER, as UTCTime or GeneralizedTime; the groups are the end.
 _VALIDITY = re.compile(rb"\x30.(?:\x17\x0d\d{12}Z|\x18\x0f\d{14}Z)(?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z", re.DOTALL)
-_NO_PEM = "this is no PEM of a certificate or key"
+_NO_PEM = "not a PEM file of a certificate or key"
 _REASONS = {
-    "KEY_VALUES_MISMATCH": "the private key is not that of the certificate",
-    "NO_CERTIFICATE_OR_CRL_FOUND": "there is no certificate in it",
+    "KEY_VALUES_MISMATCH": "the private key does not match the certificate",
+    "NO_CERTIFICATE_OR_CRL_FOUND": "it contains no certificate",
     "NO_START_LINE": _NO_PEM,
     "PEM_LIB": _NO_PEM,
 }
@@ -33,7 +33,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """The content of the files at one moment; `ca` is None if clients need no certificate."""
+    """The content of the files; `ca` is None if clients need no certificate."""
 
     cert: bytes
     key: bytes
@@ -79,7 +79,7 @@ class TlsFiles:
             if found is None:
                 return None
             short, full = found.groups()
-            # Years of two digits are those of RFC 5280: from 1950 to 2049.
+            # Two-digit years are 1950 to 2049 (RFC 5280).
             text = full or (b"19" if short[:1] >= b"5" else b"20") + short
             return datetime.strptime(f"{text.decode()}+0000", "%Y%m%d%H%M%S%z").timestamp()
         except (InvalidConfig, ValueError):
@@ -95,9 +95,9 @@ class TlsFiles:
             _read(path)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            # Without this callback OpenSSL prompts on the terminal for the password of an encrypted key.
+            # Without this callback OpenSSL would prompt on the terminal for the password of an encrypted key.
             context.load_cert_chain(self.cert, self.key, password=_no_password)
-        except (OSError, ValueError) as error:  # an ssl.SSLError, or the file was removed a moment ago
+        except (OSError, ValueError) as error:  # an ssl.SSLError, or the file was just removed
             raise InvalidConfig(f"{self.cert} and {self.key}: {_reason(error)}") from error
         if self.ca is not None:
             try:
@@ -109,11 +109,10 @@ class TlsFiles:
 
 
 class TlsWatch:
-    """Polls the files, and passes them to `take` when they have changed.
+    """Polls the files and passes changed ones to `take`.
 
-    Files are replaced one after the other, so a change is taken only after a poll that found no further change. A
-    failure of `take` becomes the `alarm`, the last valid files stay in use, and every poll tries again: the cause may
-    be in the files, or in a temporary lack of descriptors.
+    Files are replaced one after another, so a change is taken after a poll without further changes. A failure of `take`
+    sets `alarm` and keeps the last valid files; every poll tries again, since the cause may be temporary.
     """
 
     def __init__(self, files: TlsFiles, take: Callable[[TlsFiles], Awaitable[None]], poll_s: float = POLL_S) -> None:
@@ -144,7 +143,7 @@ class TlsWatch:
             self.alarm = alarm
         else:
             self._taken, self.alarm = stamp, None
-            log.info("the TLS files have changed, new connections use them", extra={"cert": str(self._files.cert)})
+            log.info("TLS files reloaded for new connections", extra={"cert": str(self._files.cert)})
 
 
 def _read(path: Path) -> bytes:
@@ -155,7 +154,7 @@ def _read(path: Path) -> bytes:
 
 
 def _no_password() -> str:
-    raise ValueError("the private key is encrypted; give one without a password, readable by this user alone")
+    raise ValueError("the private key is encrypted; use one without a password, readable only by this user")
 
 
 def _reason(error: Exception) -> str:

@@ -1,5 +1,4 @@
 """HTTP/2 in clear text and over TLS: connections, streams, and HTTP requests on them.
 
-Frames and the decoder of header blocks are ours. gRPC on the mux port and on the ports of instances
-uses the same connections (`wire/grpc_core/rpc.py`).
+gRPC on the mux port and on the ports of instances uses the same connections (`wire/grpc_core/rpc.py`).
 """

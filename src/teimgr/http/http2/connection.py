@@ -1,4 +1,4 @@
-"""One HTTP/2 connection of a server: streams, flow control in both directions, bounds on what a client costs, GOAWAY.
+"""One HTTP/2 connection of a server: streams, flow control, limits on the cost of a client, GOAWAY.
 
 Protocol: RFC 9113.
 """
@@ -24,39 +24,36 @@ from teimgr.http.turns import LoopTurns
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 1024
-# Tasks of the streams of all connections: each takes some kilobytes. More are refused unprocessed, and so is what one
-# caller opens beyond a half of them.
+# Limit of stream tasks of all connections; one caller may have half of them. Further streams are refused.
 MAX_TASKS = 8192
 _CALLERS_SHARE = 2
-# Bytes that clients may send before they are read.
+# Receive windows in bytes.
 _STREAM_WINDOW = 1 << 18
 _CONNECTION_WINDOW = 1 << 20
-# When unread streams hold half of the connection's window, the window grows, so that they cannot block the other
-# streams. A limit for the process, and the largest share of one connection (a quarter).
+# If unread streams hold half of the connection's window, the window grows so that they cannot block other streams.
+# Limit of the process, and the largest share of one connection (a quarter).
 _AHEAD = ByteBudget(64 * 2**20)
 _AHEAD_SHARE = 4
-# Control frames (PING, SETTINGS, RST_STREAM, PRIORITY, CONTINUATION, WINDOW_UPDATE beyond what answers explain, empty
-# DATA, unknown ones) and refused or malformed requests that a connection may send at once, and per second after that.
-# Each costs an acknowledgement or a task; a client that cancels calls sends one for each. A change of the initial
-# window costs more, as it concerns every stream.
+# Rate limit of control frames and of refused or malformed requests per connection, since each costs a reply or a task.
+# Control frames are PING, SETTINGS, RST_STREAM, PRIORITY, CONTINUATION, excess WINDOW_UPDATE, empty DATA and unknown
+# ones. A change of the initial window costs more, since it affects every stream.
 _CONTROL_BURST = 2000
 _CONTROL_PER_S = 500.0
 _STREAMS_PER_CONTROL = 64
-# A client that has begun a frame or a header block ends it within this time, or sends `MIN_READ_BYTES` of it.
+# Limit for a frame or a header block to end or to grow by `MIN_READ_BYTES`.
 _FRAME_S = LIMITS[Phase.HEAD].seconds
-# A connection that stays open is closed after so long without a stream, PING or not; one that never had any after the
-# limit of `Phase.IDLE`.
+# Time without a stream after which a connection that `stays_open` is closed, despite PINGs. One that never had a stream
+# is closed after the limit of `Phase.IDLE`.
 _UNUSED_S = 900.0
-# After GOAWAY a client closes; the server does so only after this time, as data that arrives at a closed connection
-# makes the kernel reset it, and the client might lose the GOAWAY, by which it knows that calls can be made again.
+# After GOAWAY the client should close. The server closes later, since the kernel resets a closed connection that
+# receives data, and the client could lose the GOAWAY, without which it cannot retry its calls.
 _GOAWAY_S = 1.0
-# What an answered client still sends is read and discarded within these, then its stream is reset: clients such as curl
-# before 8.7 lose the response with the stream.
+# An answered client may send the rest of its request within these limits; then its stream is reset. Some clients, such
+# as curl before 8.7, lose the response if the stream is reset.
 _DISCARD_S = LIMITS[Phase.DISCARD].seconds
 _DISCARDED_BYTES = cast(int, LIMITS[Phase.DISCARD].bytes)
 
-# By this part, either way, ages differ, so that connections that were opened together do not all end together.
-_AGE_SPREAD = 0.1
+_AGE_SPREAD = 0.1  # random part of an age, so that connections opened together do not end together
 
 _MALFORMED: Headers = ((b":status", b"400"), (b"content-type", b"text/plain; charset=utf-8"))
 
@@ -65,14 +62,14 @@ Serve = Callable[[Stream], Coroutine[Any, Any, None]]
 
 
 class MaxAge(NamedTuple):
-    """After `seconds` a connection gets GOAWAY; calls that are open `grace_s` later are cut off."""
+    """A connection gets GOAWAY after `seconds`; calls still open `grace_s` later are aborted."""
 
     seconds: float
     grace_s: float
 
 
 class _Answered:
-    """A stream answered before its client has sent all: the bytes that may still arrive, and their time limit."""
+    """A stream answered before the end of its request: the bytes that may still arrive, and their time limit."""
 
     __slots__ = ("left", "stream", "timer")
 
@@ -83,18 +80,16 @@ class _Answered:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. It registers with the server, which calls `shutdown` at its end and cancels tasks that take
-    longer.
+    """One connection. The server calls `shutdown` at its end and cancels tasks that take longer.
 
-    A malformed request is answered 400 and its stream reset; `serve` does not see it. A connection without streams is
-    closed after a time, by GOAWAY; one that `stays_open` after a longer time, once it has had a stream. `ticket` counts
-    the connection; without one it has a gate to itself. With a `max_age` its client reconnects from time to time, and
-    so reaches other servers behind the same name.
+    A malformed request is answered 400 without `serve`, and its stream is reset. An idle connection is closed with
+    GOAWAY, later if it `stays_open` and has had a stream. `ticket` counts the connection. With a `max_age` clients
+    reconnect regularly, so they reach other servers behind the same name.
 
-    Received bytes are processed in parts, as `LoopTurns` gives the time; meanwhile the connection is hardly read.
+    Received bytes are processed in parts within the turns of `LoopTurns`.
     """
 
-    _turns = LoopTurns()  # of all connections: a process has one event loop that serves
+    _turns = LoopTurns()  # shared by all connections
 
     def __init__(
         self,
@@ -114,16 +109,16 @@ class Connection(asyncio.Protocol):
         self._known_headers: Headers | None = None  # of the last request
         self._known_head: RequestHead
         self._tasks: set[asyncio.Task[None]] = set()
-        self._answered: dict[int, _Answered] = {}  # whose clients still send
+        self._answered: dict[int, _Answered] = {}
         self._ahead = ByteBudget(_AHEAD.limit_bytes // _AHEAD_SHARE, _AHEAD)
         self._allowance = float(_CONTROL_BURST)
         self._allowance_at = 0.0
         self._ticket = ticket
-        self.caller: Hashable = ticket.network if ticket else ""  # with whose connections it shares its turns
-        self._idle_since: float | None = None  # once it has had a stream
+        self.caller: Hashable = ticket.network if ticket else ""  # shares turns with the caller's other connections
+        self._idle_since: float | None = None  # set after its first stream
         self._frame_timer: asyncio.TimerHandle | None = None
         self._received_bytes = 0
-        self._is_behind = self._is_full = False  # received bytes are left to process; the client does not read
+        self._is_behind = self._is_full = False  # bytes wait to be processed; the client does not read
         self._is_reading = True
         self._has_settings = False
         self._is_stopping = self._sent_goaway = self._lingers = False
@@ -173,12 +168,12 @@ class Connection(asyncio.Protocol):
         except ConnectionBroken as error:
             self._break(error)
         except Exception as error:
-            log.warning("an HTTP/2 connection broke: %r", error)
+            log.warning("HTTP/2 connection failed: %r", error)
             self._break()
         else:
             self._turns.spend(units - left)
             self.sender.send_waiting()
-            self.sender.write()  # answers to control frames: so that those of a client that does not read are held back
+            self.sender.write()  # replies to control frames, so that a client that does not read is throttled
             framing, ticket = self._framing, cast(Ticket, self._ticket)
             is_inside = framing.is_inside
             if is_inside and self._frame_timer is None:
@@ -372,7 +367,7 @@ class Connection(asyncio.Protocol):
 
     def on_data(self, number: int, data: Payload) -> None:
         stream, size = self._streams.get(number), len(data)
-        if stream is None or stream.is_lost:  # answered before its end
+        if stream is None or stream.is_lost:  # answered before the end of its request
             self._framing.acknowledge(number, size)
             self._framing.open_window(size)
             self._discard(number, size)
@@ -401,7 +396,7 @@ class Connection(asyncio.Protocol):
             self.sender.take_turn(stream)
 
     def on_settings(self, changes_windows: bool) -> None:
-        if self._state.is_leaving and not self._sent_goaway:  # its handshake took until now
+        if self._state.is_leaving and not self._sent_goaway:  # the server left during its handshake
             self.leave()
         if self.stays_open and not self._has_settings and not self._tasks:
             self._enter(Phase.IDLE)
@@ -416,7 +411,7 @@ class Connection(asyncio.Protocol):
     def on_goaway(self, code: int) -> None:
         """Answer the open streams; the client opens no more."""
         if code:
-            raise ConnectionBroken(ErrorCode.NO_ERROR, "the client reports an error")
+            raise ConnectionBroken(ErrorCode.NO_ERROR, "the client reported an error")
         self._send_goaway()
         self._close_when_idle()
 
@@ -430,7 +425,7 @@ class Connection(asyncio.Protocol):
         self._allowance = min(self._allowance, _CONTROL_BURST) - frames
         self._allowance_at = now
         if self._allowance < 0 and not self.transport.is_closing():
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "the client floods its connection with control frames")
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "too many control frames")
 
     # The end of streams and of the connection
 
@@ -464,7 +459,7 @@ class Connection(asyncio.Protocol):
         if stream.has_ended and not stream.received.has_ended and stream.discards_rest and not stream.is_lost:
             timer = self._loop.call_later(_DISCARD_S, self._discard, stream.number, _DISCARDED_BYTES + 1)
             self._answered[stream.number] = _Answered(stream, timer)
-        elif not (self._is_stopping and task.cancelled()):  # else its client gets the end of the connection
+        elif not (self._is_stopping and task.cancelled()):  # otherwise the connection ends
             stream.reset(ErrorCode.NO_ERROR if stream.has_ended else ErrorCode.INTERNAL_ERROR)
         self.acknowledge(stream, stream.received.unacknowledged())
         stream.forget_callbacks()
@@ -472,7 +467,7 @@ class Connection(asyncio.Protocol):
             self._close_when_idle()
         elif not self._tasks and not self.transport.is_closing():
             self._idle_since = self._loop.time()
-            if not self.stays_open:  # else the gate's next check makes it idle, which costs its calls nothing
+            if not self.stays_open:  # otherwise the gate's next check makes it idle
                 self._enter(Phase.IDLE)
 
     def _discard(self, number: int, size: int) -> None:
@@ -509,7 +504,7 @@ class Connection(asyncio.Protocol):
     def _break(self, error: ConnectionBroken | None = None) -> None:
         if error is not None:
             level = logging.WARNING if error.code is ErrorCode.ENHANCE_YOUR_CALM else logging.DEBUG
-            log.log(level, "an HTTP/2 connection broke: %s", error)
+            log.log(level, "HTTP/2 connection failed: %s", error)
             self._framing.goaway(error.code)
         self._close()
         self._lose_streams()
@@ -518,7 +513,7 @@ class Connection(asyncio.Protocol):
         if not self.transport.is_closing():
             self.sender.write()
             if self.transport.get_write_buffer_size():
-                self._stall_guard.paused()  # the close waits until the client has read what was sent
+                self._stall_guard.paused()  # the close waits until the client has read everything
             self.transport.close()
 
     def _lose_streams(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads frames from the bytes of an HTTP/2 connection, server side: their order, their sizes, and the cost of each."""
+"""Reads frames of an HTTP/2 connection, server side, and checks their order, sizes and cost."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ class ErrorCode(IntEnum):
 
 
 class ConnectionBroken(Exception):
-    """The client broke the protocol, which ends the connection with GOAWAY and `code`."""
+    """The client violated the protocol; the connection ends with GOAWAY and `code`."""
 
     def __init__(self, code: ErrorCode, why: str) -> None:
         super().__init__(f"{code.name}: {why}")
         self.code = code
 
 
-# Longest DATA frame that a client may send; other frames may have `DEFAULT_FRAME`.
+# Longest received DATA frame; other frames are limited to `DEFAULT_FRAME`.
 RECEIVED_FRAME = 2**18
-# Payloads of DATA beyond this are not copied before the stream takes them.
+# Larger DATA payloads are not copied before the stream reads them.
 _COPIED_BYTES = 4096
-# The cost of frames, in units of some 4 µs, beside that of requests: every byte of a header block may belong to a
-# Huffman string, DATA is copied, SETTINGS may change the window of each stream.
+# The cost of frames in units of about 4 µs: header blocks may be Huffman-coded, DATA is copied, and SETTINGS may change
+# the window of each stream.
 _BLOCK_BYTES_PER_UNIT = 32
 _DATA_BYTES_PER_UNIT = 8192
 _STREAMS_PER_UNIT = 16
@@ -82,34 +82,33 @@ _COSTLY = _OF_BLOCKS | {SETTINGS}
 
 
 class _PartialData:
-    """A DATA frame of which only a part was received: the bytes that are still to arrive."""
+    """A partly received DATA frame: the bytes still to arrive."""
 
     __slots__ = ("flags", "left", "number", "padding")
 
     def __init__(self, number: int, flags: int, left: int, padding: int) -> None:
         self.number = number
         self.flags = flags
-        self.left = left  # of data
-        self.padding = padding  # behind the data
+        self.left = left
+        self.padding = padding
 
 
 class FrameReader:
-    """Reads frames and calls the methods of a subclass with them.
+    """Reads frames and calls methods of the subclass.
 
-    DATA frames are not held: their parts are passed on as they arrive. Of any other frame at most 16 KiB are held until
-    its end has arrived.
+    Parts of DATA frames are passed on as they arrive. Other frames, of up to 16 KiB, are buffered.
     """
 
     def __init__(self) -> None:
-        self._rest, self._at = b"", 0  # received bytes, those before `_at` are processed
+        self._rest, self._at = b"", 0  # received bytes, processed up to `_at`
         self._partial: _PartialData | None = None
         self._has_preface = self._has_settings = False
-        self._open_block = 0  # the stream of a header block whose end has not come
+        self._open_block = 0  # the stream of an incomplete header block
         self._block_bytes = 0
         self.needed_units = 0
-        """The cost of the next frame if `receive` could not pay for it; 0 if it processed all that it could."""
+        """The cost of the next frame if it exceeded the units of `receive`, otherwise 0."""
         self.frames = 0
-        """Frames that were received as a whole; one for a whole header block."""
+        """Complete frames received; a header block counts as one."""
 
     def receive(self, data: bytes = b"", units: float = math.inf) -> float:
         """Process `data`, after the bytes that earlier calls have left, as far as its frames cost at most `units`.
@@ -125,7 +124,7 @@ class FrameReader:
         self._rest, self._at = data, 0
         if not self._has_preface:
             if data[: len(PREFACE)] != PREFACE[: len(data)]:
-                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "the connection preface is wrong")
+                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "invalid connection preface")
             if len(data) < len(PREFACE):
                 return units
             self._has_preface, self._at = True, len(PREFACE)
@@ -198,7 +197,7 @@ class FrameReader:
         elif flags & PADDED or at + length > size:
             self._at = at
             self._read_data(flags, number, length)
-        else:  # as most are, and as `_read_data` would
+        else:  # fast path of `_read_data`
             self._at = at + length
             self._begin_data(flags, number, length, 0)
             self._on_data(number, self._slice(at, at + length), bool(flags & END_STREAM))
@@ -212,12 +211,12 @@ class FrameReader:
 
     def _check_order(self, kind: int, flags: int, number: int) -> None:
         if self._open_block and (kind != CONTINUATION or number != self._open_block):
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a frame inside a header block")
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "another frame inside a header block")
         if kind == CONTINUATION and not self._open_block:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         if not self._has_settings:
             if kind != SETTINGS or flags & ACK:
-                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "the first frame is no SETTINGS")
+                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "the first frame must be SETTINGS")
             self._has_settings = True
 
     def _track_block(self, flags: int, number: int, length: int) -> None:

@@ -1,6 +1,6 @@
 """Framing of one HTTP/2 connection, server side: header blocks, settings, flow control, states of streams.
 
-Protocol: RFC 9113. Bytes become frames in `frame_reader.py`, header blocks fields in `headers.py`.
+Protocol: RFC 9113. `frame_reader.py` parses frames, `headers.py` header blocks.
 """
 
 from __future__ import annotations
@@ -56,14 +56,13 @@ from teimgr.http.http2.headers import (
 _DEFAULT_WINDOW = 65_535
 _DEFAULT_TABLE = 4096
 _MAX_FRAME_LIMIT = 2**24 - 1
-# A window is opened again once this part of it is used up.
-_UPDATE_SHARE = 4
-# Streams that were reset here and whose clients may not have received that yet.
+_UPDATE_SHARE = 4  # send WINDOW_UPDATE after a quarter of the window is used
+# Remembered streams that were reset here, for clients that have not received RST_STREAM yet.
 _RESET_STREAMS = 1024
-# Ranges of numbers that a client skipped, whose streams were never open.
+# Remembered ranges of stream numbers that a client skipped.
 _SKIPPED_RANGES = 64
-# WINDOW_UPDATE frames that are free: for each frame of HEADERS or DATA that was sent, as clients open the windows of
-# the stream and of the connection, and for its bytes, as some clients read. Unused ones add up to a limit.
+# WINDOW_UPDATE frames that do not count as control frames: two for each HEADERS or DATA frame sent (stream and
+# connection), and one per 2 KiB sent, since some clients read in small pieces. Unused ones accumulate up to a limit.
 _UPDATES_PER_FRAME = 2
 _BYTES_PER_UPDATE = 2048
 _MAX_FREE_UPDATES = 4096
@@ -72,7 +71,7 @@ _SETTINGS_PER_CONTROL = 16
 
 
 class Receiver(Protocol):
-    """The reactions of a connection to received frames; numbers are those of streams."""
+    """A connection's handlers of received frames; `number` is a stream's."""
 
     def on_request(self, number: int, headers: Headers) -> bool:
         """Open a stream; False refuses it unprocessed."""
@@ -100,7 +99,7 @@ class Receiver(Protocol):
 
 
 class _Flow:
-    """State of an open stream: its windows, and which side has ended it."""
+    """State of an open stream: windows, and which sides have ended it."""
 
     __slots__ = ("ended_here", "ended_there", "receive_window", "send_window", "unacknowledged")
 
@@ -112,13 +111,12 @@ class _Flow:
 
 
 class Framing(FrameReader):
-    """Parses what a client sends, and makes the frames that are sent to it.
+    """Parses received frames and makes the frames to send.
 
     `receive` calls `receiver` and raises ConnectionBroken; the other methods append frames, which `take` returns.
 
-    A client that sends on a stream that it ended itself gets STREAM_CLOSED. Frames on a stream that was reset here are
-    ignored, and not counted up to its window: the client may have sent them before it received RST_STREAM (RFC 9113,
-    section 5.1).
+    A client that sends on a stream that it has ended gets STREAM_CLOSED. Frames on a stream that was reset here are
+    ignored, up to its window, since the client may have sent them before it received RST_STREAM (RFC 9113, 5.1).
     """
 
     def __init__(self, receiver: Receiver, *, max_streams: int, stream_window: int, connection_window: int) -> None:
@@ -130,26 +128,26 @@ class Framing(FrameReader):
         self._unacknowledged = 0
         self._decoder = HeaderDecoder()
         self._flows: dict[int, _Flow] = {}
-        self._reset_windows: dict[int, int] = {}  # what clients may still have sent on streams that were reset here
+        self._reset_windows: dict[int, int] = {}  # bytes possibly in flight on streams that were reset here
         self._skipped: list[range] = []
         self._free_updates = 0
-        self._reduces_table = False  # the client's HPACK table became smaller; the next block has to announce it
+        self._reduces_table = False  # the client's HPACK table shrank: announce it in the next block
         self._has_sent = False  # HEADERS or DATA since the last PING
-        self._block = bytearray()  # of headers whose end has not come
+        self._block = bytearray()  # an incomplete header block
         self._block_flags = 0
         self._initial_window = _DEFAULT_WINDOW
         self._out: list[Payload] = []
         self.waiting_bytes = 0
         """Bytes that `take` will return."""
-        self._last_stream: int | None = None  # that the first GOAWAY named
+        self._last_stream: int | None = None  # in the first GOAWAY
         self.highest_stream = 0
-        """The highest number of a stream that the client opened."""
+        """The highest stream number opened by the client."""
         self.receive_window = connection_window
         """Bytes of DATA that the client may send on the connection."""
         self.send_window = _DEFAULT_WINDOW
         """Bytes of DATA that may be sent on the connection."""
         self.max_frame = DEFAULT_FRAME
-        """The longest frame that the client reads."""
+        """The longest frame that the client accepts."""
         settings = {
             MAX_STREAMS_SETTING: max_streams,
             INITIAL_WINDOW_SETTING: stream_window,
@@ -172,7 +170,7 @@ class Framing(FrameReader):
     def _on_frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         process = _PROCESS.get(kind)
         if process is None:
-            self._receiver.on_control()  # of an extension
+            self._receiver.on_control()  # unknown frame type
         else:
             process(self, flags, number, payload)
 
@@ -194,7 +192,7 @@ class Framing(FrameReader):
                 self.break_stream(number, ErrorCode.FLOW_CONTROL_ERROR)
             elif length == padding and not flags & END_STREAM:
                 self._receiver.on_control()
-        if padding:  # it is not kept
+        if padding:  # padding is not kept
             self.acknowledge(number, padding)
             self.open_window(padding)
 
@@ -223,12 +221,12 @@ class Framing(FrameReader):
 
     def _on_headers(self, flags: int, number: int, payload: bytes) -> None:
         if not number % 2:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "HEADERS of a stream that clients cannot open")
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "HEADERS on a stream with an even number or number 0")
         if flags & PADDED:
             payload = _unpadded(payload)
         if flags & HAS_PRIORITY:
             if len(payload) < 5:
-                raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "HEADERS without their priority")
+                raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "HEADERS frame too short for its priority")
             _check_priority(number, payload)
             payload = payload[5:]
         if flags & END_HEADERS:
@@ -240,14 +238,14 @@ class Framing(FrameReader):
         self._receiver.on_control()
         self._block += payload
         if len(self._block) > MAX_HEADER_BYTES:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "a header block that is too long")
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "header block too long")
         if flags & END_HEADERS:
             block, self._block = bytes(self._block), bytearray()
             self._on_block(self._block_flags, number, block)
 
     def _on_block(self, flags: int, number: int, block: bytes) -> None:
         try:
-            headers = self._decoder.decode(block)  # of refused streams too: the table has to follow the client's
+            headers = self._decoder.decode(block)  # also of refused streams, to keep the table in sync
         except BlockTooLarge as error:
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, str(error)) from error
         except InvalidBlock as error:
@@ -299,33 +297,33 @@ class Framing(FrameReader):
 
     def _on_priority(self, flags: int, number: int, payload: bytes) -> None:
         if not number:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PRIORITY of no stream")
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PRIORITY on stream 0")
         if len(payload) != 5:
-            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "PRIORITY has five bytes")
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "PRIORITY must have five bytes")
         _check_priority(number, payload)
         self._receiver.on_control()
 
     def _on_reset(self, flags: int, number: int, payload: bytes) -> None:
         self._check_opened(number, "RST_STREAM")
         if len(payload) != 4:
-            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "RST_STREAM has four bytes")
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "RST_STREAM must have four bytes")
         self._receiver.on_control()
         if self._flows.pop(number, None) is not None:
             self._receiver.on_reset(number)
 
     def _on_settings(self, flags: int, number: int, payload: bytes) -> None:
         if number:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS of a stream")
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
         if len(payload) % 6 or (flags & ACK and payload):
-            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of six bytes each")
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS must have six bytes per setting")
         if flags & ACK:
             self._receiver.on_control()
             return
         self._receiver.on_control(len(payload) // (SETTING.size * _SETTINGS_PER_CONTROL))
-        settings: dict[int, int] = {}  # the last of each, which is what remains in force
+        settings: dict[int, int] = {}  # the last value of each takes effect
         for name, value in SETTING.iter_unpack(payload):
             if name == ENABLE_PUSH_SETTING and value > 1:
-                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH is 0 or 1")
+                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH must be 0 or 1")
             if name == MAX_FRAME_SETTING and not DEFAULT_FRAME <= value <= _MAX_FRAME_LIMIT:
                 raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE is out of range")
             if name == INITIAL_WINDOW_SETTING and value > MAX_WINDOW:
@@ -343,16 +341,16 @@ class Framing(FrameReader):
         self._receiver.on_settings(bool(change))
 
     def _on_push(self, flags: int, number: int, payload: bytes) -> None:
-        raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE of a client")
+        raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
 
     def _on_ping(self, flags: int, number: int, payload: bytes) -> None:
         if number:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PING of a stream")
         if len(payload) != 8:
-            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "PING has eight bytes")
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "PING must have eight bytes")
         if not flags & ACK:
             self._put(PING, ACK, 0, payload)
-        # grpc-go measures the bandwidth by a PING after each DATA frame that it reads: one after each answer is free.
+        # grpc-go measures bandwidth with a PING after DATA frames, so one PING per answer is free.
         if self._has_sent:
             self._has_sent = False
         else:
@@ -360,12 +358,12 @@ class Framing(FrameReader):
 
     def _on_goaway(self, flags: int, number: int, payload: bytes) -> None:
         if number or len(payload) < GOAWAY_BODY.size:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "GOAWAY of eight bytes on the connection")
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "GOAWAY must be on stream 0 with at least eight bytes")
         self._receiver.on_goaway(GOAWAY_BODY.unpack_from(payload)[1])
 
     def _on_window(self, flags: int, number: int, payload: bytes) -> None:
         if len(payload) != 4:
-            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "WINDOW_UPDATE has four bytes")
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "WINDOW_UPDATE must have four bytes")
         size = LONG.unpack(payload)[0] & MAX_WINDOW
         if self._free_updates > 0:
             self._free_updates -= 1
@@ -402,7 +400,7 @@ class Framing(FrameReader):
     def _end_there(self, number: int, flow: _Flow) -> None:
         flow.ended_there = True
         if flow.ended_here:
-            self._flows.pop(number, None)  # the receiver may have reset it at its last data
+            self._flows.pop(number, None)  # the receiver may have reset it already
         self._receiver.on_end(number)
 
     # Sending
@@ -419,7 +417,7 @@ class Framing(FrameReader):
         block, flags = encode_headers(headers), END_STREAM if end else 0
         if self._reduces_table:
             self._reduces_table = False
-            block = b"\x20" + block  # a table of size 0, which is all that is used (RFC 7541, section 4.2)
+            block = b"\x20" + block  # announces a table of size 0, since none is used (RFC 7541, 4.2)
         if len(block) <= self.max_frame:
             self._put(HEADERS, flags | END_HEADERS, number, block)
         else:
@@ -480,7 +478,7 @@ class Framing(FrameReader):
 
     def goaway(self, code: ErrorCode) -> None:
         """Stop the client from opening streams; those above the highest so far are not processed."""
-        if self._last_stream is None:  # a later one may not name a higher stream (RFC 9113, section 6.8)
+        if self._last_stream is None:  # later ones must not name a higher stream (RFC 9113, 6.8)
             self._last_stream = self.highest_stream
         self._put(GOAWAY, 0, 0, GOAWAY_BODY.pack(self._last_stream, code))
 

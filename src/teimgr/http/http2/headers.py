@@ -1,7 +1,7 @@
 """Headers of HTTP/2: header blocks in HPACK (RFC 7541), and the head of a request (RFC 9113, section 8.3).
 
-The static table and the decoding of Huffman strings are those of the `hpack` library, and so is what is refused. The
-encoder's literals enter no dynamic table, so they cost no state and no search. Repeated blocks come from a cache.
+The static table, Huffman decoding and the checks are those of the `hpack` library. The encoder uses no dynamic table,
+so it needs no state and no search. Repeated blocks are cached.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Headers = Sequence[tuple[bytes, bytes]]
 MAX_HEADER_BYTES = 16_384
 _STATIC: tuple[tuple[bytes, bytes], ...] = HeaderTable.STATIC_TABLE
 _MAX_TABLE_BYTES = 4096
-_FIELD_BYTES = 32  # of a field besides its name and value (RFC 7541, section 4.1)
-# Blocks in the cache, their longest, and their most fields: one byte can stand for a field.
+_FIELD_BYTES = 32  # overhead of a field (RFC 7541, 4.1)
+# Limits of the cache: blocks, bytes per block, and fields per block, since one byte can encode a field.
 _CACHED_BLOCKS = 32
 _CACHED_BLOCK_BYTES = 1024
 _CACHED_FIELDS = 64
 
 
 class InvalidBlock(Exception):
-    """A header block is malformed; the connection cannot continue, as its table is lost."""
+    """A header block is malformed; the connection cannot continue without its table."""
 
 
 class BlockTooLarge(InvalidBlock):
@@ -41,10 +41,9 @@ class BlockTooLarge(InvalidBlock):
 
 
 class HeaderDecoder:
-    """Decodes the header blocks of one connection, in their order.
+    """Decodes the header blocks of one connection in order.
 
-    A block that does not change the table gives the same headers until the table changes; clients send such blocks for
-    most calls.
+    Blocks that do not change the table, which are most, are cached until the table changes.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class HeaderDecoder:
         try:
             headers = tuple(self._decode(block))
         except IndexError:
-            raise InvalidBlock("a header block is cut off, or names a field that is not in the table") from None
+            raise InvalidBlock("header block truncated or with an invalid index") from None
         except HPACKError as error:
             raise InvalidBlock(str(error)) from error
         if before != self._changes:
@@ -90,7 +89,7 @@ class HeaderDecoder:
                 field = self._field(index)
             elif first & 0x60 == 0x20:
                 if fields:
-                    raise InvalidBlock("a size of the table behind the first field")
+                    raise InvalidBlock("table size update after the first field")
                 limit, at = _integer(block, at, 0x1F)
                 self._resize(limit)
                 continue
@@ -107,7 +106,7 @@ class HeaderDecoder:
             fields.append(field)
             size += len(field[0]) + len(field[1]) + _FIELD_BYTES
             if size > MAX_HEADER_BYTES:
-                raise BlockTooLarge(f"headers of more than {MAX_HEADER_BYTES} bytes")
+                raise BlockTooLarge(f"headers exceed {MAX_HEADER_BYTES} bytes")
         return fields
 
     def _field(self, index: int) -> tuple[bytes, bytes]:
@@ -151,7 +150,7 @@ def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
         value += (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-    raise InvalidBlock("an integer of more than six bytes")
+    raise InvalidBlock("integer longer than six bytes")
 
 
 def _string(block: bytes, at: int) -> tuple[bytes, int]:
@@ -166,14 +165,13 @@ def _string(block: bytes, at: int) -> tuple[bytes, int]:
 
 
 _SHORT = tuple(bytes((value,)) for value in range(0x7F))
-# Of fields that are encoded once: most replies have the same ones.
-_KEPT_FIELDS, _KEPT_BYTES = 64, 64
+_KEPT_FIELDS, _KEPT_BYTES = 64, 64  # limits of the cache of encoded fields
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
     """Encode a field without indexing (RFC 7541, section 6.2.2)."""
     if name == b":status" and value == b"200":
-        return b"\x88"  # of the static table
+        return b"\x88"  # index in the static table
     return b"".join((b"\0", _encoded_integer(len(name)), name, _encoded_integer(len(value)), value))
 
 
@@ -210,22 +208,21 @@ _METHOD = re.compile(rb"[A-Z][A-Z-]{0,31}")
 _TARGET = re.compile(rb"/[\x21-\x7e]*|\*")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _SHOWN_BYTES = 64
-# Fields that are checked once: most calls repeat theirs. One has at most 16 KiB.
-_REMEMBERED_FIELDS = 256
+_REMEMBERED_FIELDS = 256  # checked fields of up to 16 KiB
 
 
 class InvalidHead(Exception):
-    """The head of a request is malformed; the message has the field."""
+    """The head of a request is malformed; the message names the field."""
 
 
 class RequestHead(NamedTuple):
-    """A request's head; `fields` begin with the Host header and have no pseudo-headers."""
+    """A request's head; `fields` start with Host and contain no pseudo-headers."""
 
     method: bytes
     target: bytes
     fields: Headers
     length: int | None
-    """The value of Content-Length, in bytes."""
+    """Content-Length in bytes."""
 
     @property
     def expects_continue(self) -> bool:
@@ -240,7 +237,7 @@ class RequestHead(NamedTuple):
         try:
             url = httptools.parse_url(self.target)
         except httptools.HttpParserError:
-            raise InvalidHead(f":path is not a path: {_shown(self.target)}") from None
+            raise InvalidHead(f":path is invalid: {_shown(self.target)}") from None
         raw = url.path or b""
         path = raw.decode("ascii")
         return {"path": unquote(path) if "%" in path else path, "raw_path": raw, "query_string": url.query or b""}
@@ -262,7 +259,7 @@ def read_head(headers: Headers) -> RequestHead:
             fields.append(field)
         elif kind is _PSEUDO:
             if fields or cookies or field[0] in pseudo:
-                raise InvalidHead(f"{_shown(field[0])} is repeated or behind other headers")
+                raise InvalidHead(f"{_shown(field[0])} is repeated or follows other headers")
             pseudo[field[0]] = field[1]
         elif kind is _COOKIE:
             cookies.append(field[1])
@@ -297,11 +294,11 @@ def _kind(field: tuple[bytes, bytes]) -> str:
     """Return the kind of a field, one of `_KINDS`; for a malformed field, what is wrong with it."""
     name, value = field
     if _VALUE.fullmatch(value) is None:
-        return f"the value of {_shown(name)} has a character that no header may have"
+        return f"the value of {_shown(name)} contains an invalid character"
     if name.startswith(b":"):
         return _problem_of_pseudo(name, value) or _PSEUDO
     if _NAME.fullmatch(name) is None:
-        return f"{_shown(name)} is not a header's name; names are in lower case"
+        return f"{_shown(name)} is not a valid header name; names are in lower case"
     if name in _OF_CONNECTIONS or (name == b"te" and value.lower() != b"trailers"):
         return f"{_shown(name)} belongs to HTTP/1.1 connections; HTTP/2 has no such header"
     if name == b"content-length" and _LENGTH.fullmatch(value) is None:
@@ -309,20 +306,20 @@ def _kind(field: tuple[bytes, bytes]) -> str:
     if name == b"cookie":
         return _COOKIE
     if name == b"host" and not is_host(value):
-        return f"host is not a host: {_shown(value)}"
+        return f"host is invalid: {_shown(value)}"
     return _SINGLE if name in SINGLE_HEADERS else _PLAIN
 
 
 def _problem_of_pseudo(name: bytes, value: bytes) -> str:
     match name:
         case b":method" if _METHOD.fullmatch(value) is None or value == b"CONNECT":
-            return f":method is not served: {_shown(value)}"
+            return f":method is not supported: {_shown(value)}"
         case b":scheme" if value not in (b"http", b"https"):
-            return ":scheme is neither http nor https"
+            return ":scheme must be http or https"
         case b":path" if _TARGET.fullmatch(value) is None:
-            return f":path is not a path: {_shown(value)}"
+            return f":path is invalid: {_shown(value)}"
         case b":authority" if not is_host(value):
-            return f":authority is not a host: {_shown(value)}"
+            return f":authority is invalid: {_shown(value)}"
         case b":method" | b":scheme" | b":path" | b":authority":
             return ""
     return f"{_shown(name)} is not a pseudo-header of requests"
@@ -332,7 +329,7 @@ def _with_host(
     authority: bytes | None, host: bytes | None, fields: list[tuple[bytes, bytes]]
 ) -> list[tuple[bytes, bytes]]:
     if authority is None and host is None:
-        raise InvalidHead("there is neither :authority nor host")
+        raise InvalidHead(":authority and host are missing")
     if authority is None:
         return fields
     if host is not None and host.lower() != authority.lower():

@@ -30,7 +30,7 @@ _WITHOUT_BODY = (204, 304)
 _TEXT = {"content-type": "text/plain; charset=utf-8"}
 
 PeerScope = Callable[[asyncio.Transport], dict[str, Any]]
-"""Additions of a connection's peer to the scope of its requests."""
+"""Returns fields about a connection's peer for the scope of its requests."""
 
 
 def protocol(state: ServerConnections, ticket: Ticket, peer_scope: PeerScope | None = None) -> Connection:
@@ -109,7 +109,7 @@ class HttpStreams:
 
     async def _run_app(self, stream: Stream, head: RequestHead, scope: dict[str, Any]) -> None:
         exchange = AsgiExchange(stream, partial(self.head), head)
-        stream.call_when(lost=exchange.finished.set)  # the application goes on to its end, as over HTTP/1.1
+        stream.call_when(lost=exchange.finished.set)  # the application runs to its end, as over HTTP/1.1
         try:
             await self._state.config.loaded_app(scope, exchange.receive, exchange.send)
         except Exception:
@@ -126,14 +126,14 @@ class HttpStreams:
         sent = [(b":status", b"%d" % status)]
         for name, value in (*self._state.default_headers, *fields):
             if HEADER_RE.search(name) or HEADER_VALUE_RE.search(value):
-                raise ValueError(f"a header cannot be sent: {name!r}")
+                raise ValueError(f"invalid response header: {name!r}")
             if (lower := name.lower()) not in _OF_CONNECTIONS:
                 sent.append((lower, value))
         return sent
 
 
 class _AwaitedBody:
-    """The body of a request whose client waits for 100 Continue; `is_awaited` until that was sent."""
+    """The body of a request whose client expects 100 Continue; `is_awaited` until that is sent."""
 
     def __init__(self, stream: Stream, is_awaited: bool) -> None:
         self._stream = stream
@@ -156,7 +156,7 @@ class _AwaitedBody:
 
 
 class AsgiExchange:
-    """One request and its response in ASGI's messages; `finished` is set when it is answered or the stream is lost."""
+    """One request and its response as ASGI messages; `finished` is set when it is answered or the stream is lost."""
 
     def __init__(
         self, stream: Stream, head: Callable[[int, Iterable[tuple[bytes, bytes]]], Any], request: RequestHead

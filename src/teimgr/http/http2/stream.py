@@ -1,4 +1,4 @@
-"""HTTP/2 streams of a server: the client's bytes in, its end, and the `Sender`, by which those of a connection send."""
+"""HTTP/2 streams of a server: received data and end of each `Stream`, and the `Sender` of a connection."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from teimgr.http.http2.headers import Headers, RequestHead
 
 
 class Connection(Protocol):
-    """What a stream and those that serve it need of its connection; `keep_open` allows it to be idle for long. It
-    shares turns of the loop with the other connections of its `caller`, which `belongs_to` sets."""
+    """A stream's view of its connection; `keep_open` extends its idle limit. Connections of one `caller`, set by
+    `belongs_to`, share turns of the event loop."""
 
     transport: asyncio.Transport
     caller: Hashable
@@ -32,9 +32,9 @@ class Connection(Protocol):
     def acknowledge(self, stream: Stream, size: int) -> None: ...
 
 
-# Longest DATA frame that is sent: others have their turn after it.
+# Longest DATA frame sent, so that other streams get their turn.
 _FRAME_BYTES = 256 * 1024
-# Frames of more than this are written at once: the write buffer then shows whether the client reads them.
+# More than this is written at once, so that the write buffer shows whether the client reads.
 _WAITING_BYTES = 64 * 1024
 _COPIED_BYTES = 256 * 1024
 
@@ -44,7 +44,7 @@ class StreamLost(Exception):
 
 
 class Stalled(Exception):
-    """The client does not read what is sent on the stream."""
+    """The client does not read the stream's data."""
 
 
 def _ignore(size: int) -> None:
@@ -52,9 +52,9 @@ def _ignore(size: int) -> None:
 
 
 class ReceiveBuffer:
-    """The received bytes of a stream; `acknowledge` is called with the number of bytes to add to the client's window.
+    """The received bytes of a stream; `acknowledge` adds bytes to the client's window.
 
-    The window reopens only when a reader waits for data, so unread data holds the client back.
+    The window reopens only when a reader waits for data, so unread data throttles the client.
     """
 
     def __init__(self, acknowledge: Callable[[int], None]) -> None:
@@ -62,7 +62,7 @@ class ReceiveBuffer:
         self._data = bytearray()
         self._unacknowledged = 0
         self._failure: Exception | None = None
-        self._change: asyncio.Future[None] | None = None  # the reader waits for it
+        self._change: asyncio.Future[None] | None = None  # awaited by the reader
         self.has_ended = False
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class ReceiveBuffer:
         if size is None:
             size = len(self._data)
         if size > _COPIED_BYTES:
-            taken, self._data = self._data, self._data[size:]  # the rest is a window's size at most
+            taken, self._data = self._data, self._data[size:]  # the rest is at most one window
             del taken[size:]
             return taken
         found = bytes(memoryview(self._data)[:size])
@@ -159,14 +159,13 @@ class Stream:
     """A stream, opened by its client with `headers`; `head` is None if these are malformed.
 
     Attributes:
-        received: What the client sends.
+        received: The received data.
         on_lost: Called once when the client resets the stream or the connection ends; the connection sets it to the
             cancellation of the task that serves the stream.
         on_leaving: Called when the server answers its last calls, while the stream is open.
         on_stopping: Called when the server ends, while the stream is open.
-        discards_rest: Whether a client that is answered may still send its request, which is discarded; else the
-            stream is reset.
-        is_lost: Whether nothing can be sent any more; `received` fails with `StreamLost` then.
+        discards_rest: Whether the rest of an answered request is discarded; otherwise the stream is reset.
+        is_lost: Whether the stream has failed, as `received` does with `StreamLost`.
     """
 
     def __init__(self, connection: Connection, number: int, headers: Headers, head: RequestHead | None) -> None:
@@ -177,7 +176,7 @@ class Stream:
         self.received = ReceiveBuffer(self._acknowledge)
         self.length = None if head is None else head.length  # of the request's content
         self.received_bytes = 0
-        self._ahead = 0  # unread bytes for which the connection's window was opened already
+        self._ahead = 0  # unread bytes already returned to the connection's window
         self.on_lost: Callable[[], object] | None = None
         self.on_leaving: Callable[[], object] | None = None
         self.on_stopping: Callable[[], object] | None = None
@@ -185,7 +184,7 @@ class Stream:
         self.is_lost = False
         self.has_ended = False
         """Whether the server has sent its last frame."""
-        # What `send_data` waits for; the connection sends it as flow control allows.
+        # Data of `send_data` that waits for flow control.
         self.unsent = memoryview(b"")
         self.ends_after = False
         self.is_sending = False
@@ -329,16 +328,16 @@ class Stream:
 
 
 class Sender:
-    """Sends data of one connection's streams, a frame of each in turn, as flow control and the transport allow.
+    """Sends the data of one connection's streams, one frame of each in turn, within flow control.
 
-    `pause` and `resume` follow the transport's write buffer. The frames of one turn of the event loop, such as headers,
-    data and status of a reply, leave in one write.
+    `pause` and `resume` follow the transport's write buffer. Frames of one turn of the event loop, such as headers,
+    data and status of a reply, are sent in one write.
     """
 
     def __init__(self, framing: Framing, transport: asyncio.Transport) -> None:
         self._framing = framing
         self._transport = transport
-        self._ready: deque[Stream] = deque()  # streams with data to send, whose own window was not found empty since
+        self._ready: deque[Stream] = deque()  # streams with data and an open window
         self._writable = asyncio.Event()
         self._writable.set()
         self._data_sent = 0
@@ -411,7 +410,7 @@ class Sender:
         left, sent_before = len(stream.unsent), self._data_sent
         await asyncio.wait({stream.sending_ended()}, timeout=STALL_S)
         if stream.is_sending and self._is_stalled(stream, left, sent_before):
-            raise Stalled(f"a part of it waited {STALL_S:g} s")
+            raise Stalled(f"no progress for {STALL_S:g} s")
 
     def take_turn(self, stream: Stream) -> None:
         """Queue a stream that has data to send."""
@@ -449,7 +448,7 @@ class Sender:
             stream.end_sending()
             self.flush()
         else:
-            self.write()  # so that the transport's buffer is known
+            self.write()  # updates the size of the transport's buffer
             stream.mark_sent(size)
             self.take_turn(stream)
 
