@@ -63,6 +63,7 @@ class Packing:
     `cu_seqlens` (int32 [N + 1] on the device) is set if the device has a kernel for texts of unequal length; otherwise
     attention is computed run by run. `keys` has, for every run, the number of leading tokens that are keys, int32
     [texts], or None if all are; `text_keys` has it for every text, int32 [N]. `visible` is for the kernel of a GPU.
+    `callers` are the classes of layers that asked `packed_attention`: without one, each text saw the whole row.
     """
 
     runs: tuple[Run, ...]
@@ -71,6 +72,7 @@ class Packing:
     cu_seqlens: Tensor | None
     text_keys: NDArray[np.int32] | None = None
     visible: VisibleKeys | None = None
+    callers: set[type] = field(default_factory=set)
     _masks: dict[tuple[int | Run, int | None, bool], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -136,6 +138,7 @@ def packed_attention(
     """
     if packing is None or not is_plain(attention_mask, kwargs):
         raise CannotPackError(f"{type(module).__name__} needs more than packed attention implements")
+    packing.callers.add(type(module))
     causal = causality_of(module, is_causal)
     reach = None if sliding_window is None else sliding_window - 1
     rows = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)

@@ -24,7 +24,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from teimgr.engine import gpu
-from teimgr.engine.attention import PACKED, Packing, depends_on_batch, own_rotary, unproved_window
+from teimgr.engine.attention import (
+    PACKED,
+    CannotPackError,
+    Packing,
+    depends_on_batch,
+    own_rotary,
+    unproved_window,
+)
 from teimgr.engine.batching.batch import PackedBatch, Run, to_device
 from teimgr.engine.gpu_kernels.forward_graphs import Capture, ForwardGraphs, RowInputs, most_tokens
 from teimgr.engine.heads.pooling import TableMeanHead
@@ -199,12 +206,15 @@ class Transformer:
                 return by_graph
         row = batch if gpu.is_gpu(self.device) else batch.rounded_up()
         cu_seqlens = to_device(batch.cu_seqlens, self.device) if self.batching is Batching.VARLEN else None
+        packing = Packing.of(row, cu_seqlens)
         hidden = self._forward(
             input_ids=to_device(row.ids, self.device).unsqueeze(0),
             position_ids=to_device(row.positions(self._offset), self.device).unsqueeze(0),
-            packing=Packing.of(row, cu_seqlens),
+            packing=packing,
             **self._type_inputs(None if row.type_ids is None else row.type_ids[None]),
         )
+        if not packing.callers:  # XLM and Flaubert take the keyword, and have attention of their own
+            raise CannotPackError(f"{type(self._module).__name__} has attention of its own")
         return hidden[: batch.tokens]
 
     def hidden_equal_length(

@@ -212,3 +212,9 @@ def test_sixteen_bits_do_not_hide_a_neighbour_in_a_packed_row(
     """Convolutions of LFM2 reach over the ends of packed texts, which is within the limits of the type itself."""
     choice = chosen(model_dir(family), torch.bfloat16)
     assert choice.batching in (batching, Batching.VARLEN if batching is Batching.BY_RUN else batching)
+
+
+def test_attention_of_a_models_own_is_not_packed_in_a_type_that_hides_it(model_dir: Callable[..., Path]) -> None:
+    """Flaubert takes a packed row and lets each text see all of it: of weights as it is trained from, by less than a
+    type of 16 bits rounds."""
+    assert chosen(model_dir("flaubert"), torch.bfloat16).batching is Batching.EQUAL_LENGTH
