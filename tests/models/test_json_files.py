@@ -46,6 +46,29 @@ def test_a_size_that_config_json_leaves_out_is_that_of_its_class_by_its_own_name
     assert max_length({"model_type": "roberta"}, {}, {}) == 510
 
 
+@pytest.mark.parametrize("model_type", ["longformer", "luke", "ibert", "lilt", "markuplm", "layoutlmv3", "esm"])
+def test_positions_behind_the_padding_token_are_not_a_texts(model_type: str) -> None:
+    """sentence-transformers takes all of them, and fails for a text of as many tokens."""
+    config = {"model_type": model_type, "max_position_embeddings": 130, "pad_token_id": 1}
+    config |= {"vocab_size": 300, "position_embedding_type": "absolute"}
+
+    assert position_offset(config) == 2
+    assert max_length(config, {}, {"model_max_length": 512}) == 128
+    assert max_length(config, {"max_seq_length": 200}, {}) == 128
+
+
+@pytest.mark.parametrize("model_type", ["xglm", "rwkv", "nemotron_h", "jamba", "kimi_linear", "esm", "qwen3"])
+def test_a_length_beyond_positions_without_a_table_counts(model_type: str) -> None:
+    config = {"model_type": model_type, "max_position_embeddings": 128, "position_embedding_type": "rotary"}
+
+    assert max_length(config, {"max_seq_length": 200}, {}) == 200
+    assert max_length(config, {}, {"model_max_length": 512}) == 128
+
+
+def test_alibi_of_mpt_ends_at_its_own_number() -> None:
+    assert max_length({"model_type": "mpt", "max_seq_len": 64}, {"max_seq_length": 200}, {}) == 64
+
+
 def test_mpnet_has_two_positions_less_than_its_table(tmp_path: Path) -> None:
     path = build("mpnet", tmp_path)
     (path / "sentence_bert_config.json").unlink()

@@ -144,18 +144,12 @@ _TYPES_AS_WORDS = {"codegen", "ctrl", "flaubert", "gpt2", "gpt_bigcode", "gpt_ne
 ENDLESS = 1_000_000
 # Model types whose position ids start after the padding token's id.
 OFFSET_TYPES = {
-    *(
-        "roberta",
-        "xlm-roberta",
-        "camembert",
-        "xlm-roberta-xl",
-        "roberta-prelayernorm",
-        "xmod",
-        "data2vec-text",
-        "mpnet",
-    ),
-    "clap_text_model",
+    *("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "roberta-prelayernorm", "xmod", "data2vec-text"),
+    *("mpnet", "longformer", "luke", "ibert", "lilt", "markuplm", "layoutlmv3", "clap_text_model"),
 }
+# Model types with `max_position_embeddings` and neither a table of positions nor rotary ones: sines of any position, or
+# no positions at all.
+_ENDLESS_TYPES = {"xglm", "rwkv", "nemotron_h", "jamba", "kimi_linear"}
 _SETTINGS = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -175,7 +169,7 @@ def position_offset(config: dict[str, Any]) -> int:
     """
     if config["model_type"] == "mpnet":  # independent of its padding token
         return 2
-    if config["model_type"] not in OFFSET_TYPES:
+    if config["model_type"] not in OFFSET_TYPES and not _is_absolute_esm(config):
         return 0
     padding = setting(config, "pad_token_id")
     if padding is None:
@@ -219,7 +213,7 @@ def position_rows(config: dict[str, Any]) -> int:
 
 def _positions(config: dict[str, Any]) -> int:
     """Return the tokens for which config.json names positions; `ENDLESS` without a number."""
-    positions = setting(config, "max_position_embeddings")
+    positions = setting(config, "max_seq_len" if config["model_type"] == "mpt" else "max_position_embeddings")
     return int(positions) - position_offset(config) if positions and positions > 0 else ENDLESS
 
 
@@ -244,12 +238,21 @@ def checked_length(given: Any, file: str) -> int:
     return int(min(given, ENDLESS))
 
 
+def _is_absolute_esm(config: dict[str, Any]) -> bool:
+    """True for ESM-1b's kind, whose positions are RoBERTa's; those of ESM-2 are rotary."""
+    return config["model_type"] == "esm" and setting(config, "position_embedding_type") == "absolute"
+
+
 def _has_position_table(config: dict[str, Any]) -> bool:
     """True if each position has a row of weights, so that no position is beyond the last row."""
     if config.get("position_embedding_type") == "alibi":
         return False
     if config["model_type"] in ("deberta", "deberta-v2"):
         return bool(setting(config, "position_biased_input"))
+    if config["model_type"] in _ENDLESS_TYPES:
+        return False
+    if _is_absolute_esm(config):
+        return True
     declared = declared_keys(str(config["model_type"]))
     names = config.keys() if declared is None else declared.names
     return not {"rope_parameters", "rope_theta"} & names
