@@ -240,7 +240,7 @@ def checked_length(given: Any, file: str) -> int:
 
 def _is_absolute_esm(config: dict[str, Any]) -> bool:
     """True for ESM-1b's kind, whose positions are RoBERTa's; those of ESM-2 are rotary."""
-    return config["model_type"] == "esm" and setting(config, "position_embedding_type") == "absolute"
+    return bool(config["model_type"] == "esm" and setting(config, "position_embedding_type") == "absolute")
 
 
 def _has_position_table(config: dict[str, Any]) -> bool:
