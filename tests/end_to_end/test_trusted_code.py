@@ -100,8 +100,17 @@ def coded(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def expected(plain: Path) -> np.ndarray:
+    """The vectors of `coded`, from the hidden states of `plain`."""
+    states = SentenceTransformer(str(plain), device="cpu").encode(TEXTS, output_value="token_embeddings")
+    means = np.stack([rows.numpy().mean(axis=0) for rows in states]) + 1.0
+    vectors = np.concatenate([means, means * 3.0], axis=1)
+    return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+
+
 def test_trusted_code_runs_and_gives_what_it_computes(
-    daemon: DaemonProcess, hub: Hub, plain: Path, coded: Path
+    daemon: DaemonProcess, hub: Hub, coded: Path, expected: np.ndarray
 ) -> None:
     with daemon.client() as client:
         client.create("own", str(coded), trust_remote_code=True, code_revision=SHA, dtype="float32")
@@ -111,10 +120,6 @@ def test_trusted_code_runs_and_gives_what_it_computes(
     with urlopen(f"http://127.0.0.1:{port}/info", timeout=30) as reply:
         code = json.load(reply)["code"]
 
-    states = SentenceTransformer(str(plain), device="cpu").encode(TEXTS, output_value="token_embeddings")
-    means = np.stack([rows.numpy().mean(axis=0) for rows in states]) + 1.0
-    expected = np.concatenate([means, means * 3.0], axis=1)
-    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     assert vectors.shape == (len(TEXTS), 2 * WIDTH)
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
     assert code == [f"{coded}: own.py", f"{CODE}@{SHA}: own_code.py"]
@@ -123,7 +128,7 @@ def test_trusted_code_runs_and_gives_what_it_computes(
 
 @pytest.mark.parametrize("where", ["", f"{CODE}--own_code."], ids=["own", "other"])
 def test_a_first_module_loads_the_code_at_the_pinned_revision(
-    daemon: DaemonProcess, coded: Path, tmp_path: Path, where: str
+    daemon: DaemonProcess, coded: Path, expected: np.ndarray, tmp_path: Path, where: str
 ) -> None:
     """The module is sentence-transformers' own by another name, so that the vectors are those without it. In another
     repository it is pinned too, and so is the module behind the pooling.
@@ -135,12 +140,10 @@ def test_a_first_module_loads_the_code_at_the_pinned_revision(
     chain[-1]["type"] = f"{where or 'own.'}Scale"
     (folder / "modules.json").write_text(json.dumps(chain))
     with daemon.client() as client:
-        found, expected = [], []
-        for place, into in ((coded, expected), (folder, found)):
-            client.create("first", str(place), trust_remote_code=True, code_revision=SHA, dtype="float32")
-            client.wait_until_running("first", deadline_s=120)
-            into.append(client.embed(TEXTS, instance="first"))
-            client.delete("first")
+        client.create("first", str(folder), trust_remote_code=True, code_revision=SHA, dtype="float32")
+        client.wait_until_running("first", deadline_s=120)
+        found = client.embed(TEXTS, instance="first")
+        client.delete("first")
 
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
