@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -140,42 +141,23 @@ def test_a_signal_before_there_is_a_handler_ends_it(started: Callable[[str], sub
     assert process.wait(30) == 128 + signal.SIGTERM
 
 
-@pytest.fixture
-def first_process() -> Iterator[tuple[subprocess.Popen[bytes], DaemonProcess]]:
-    """The process that makes the namespace, which ends as its first process does, and a daemon started as that one."""
+def test_pid_1_follows_a_daemon_to_its_successor_and_stops_it_in_order(tmp_path: Path) -> None:
+    """`daemon.process` makes the namespace, and ends as its first process does."""
     daemon = DaemonProcess(grpc_enabled=False)
     daemon.within = _NAMESPACE
-    try:
-        daemon.start()
-        assert daemon.process is not None
-        yield daemon.process, daemon
-    finally:
-        daemon.close()
-
-
-def test_the_daemon_as_first_process_stops_in_order(
-    first_process: tuple[subprocess.Popen[bytes], DaemonProcess],
-) -> None:
-    process, daemon = first_process
-    pid_1 = pid_1_of(process.pid)
-    os.kill(pid_1, signal.SIGTERM)
-
-    assert process.wait(30) == 0
-    assert '"message": "stopped"' in (daemon.folder / "daemon.log").read_text()
-    assert look_up(pid_1) is None
-
-
-def test_pid_1_follows_a_daemon_to_its_successor(
-    first_process: tuple[subprocess.Popen[bytes], DaemonProcess],
-) -> None:
-    process, daemon = first_process
-    pid_1 = pid_1_of(process.pid)
-    with daemon.client(timeout_s=120.0) as client:
+    (tmp_path / "torch.py").write_text("raise ImportError")  # three fork servers, of which nothing is asked
+    with closing(daemon.start({"PYTHONPATH": str(tmp_path)})), daemon.client(timeout_s=120.0) as client:
+        process = daemon.process
+        assert process is not None
+        pid_1 = pid_1_of(process.pid)
         for _ in range(2):
             first = client.daemon()["pid"]
             os.kill(pid_1, signal.SIGUSR2)
             until(lambda first=first: client.daemon()["pid"] != first, "another daemon", 120.0)
-    os.kill(pid_1, signal.SIGTERM)
+        log = daemon.folder / "daemon.log"
+        before = len(log.read_text())
+        os.kill(pid_1, signal.SIGTERM)
 
-    assert process.wait(60) == 0
-    assert look_up(pid_1) is None
+        assert process.wait(60) == 0
+        assert '"message": "stopped"' in log.read_text()[before:]
+        assert look_up(pid_1) is None

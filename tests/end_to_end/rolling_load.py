@@ -33,7 +33,7 @@ class SteadyLoad:
     daemon: DaemonProcess
     instance: str
     port: int
-    rate: float = 60.0
+    rate: float = 30.0
     host: str = "127.0.0.1"
     """Of the port."""
     done: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -47,7 +47,7 @@ class SteadyLoad:
     def __enter__(self) -> Self:
         self._began = time.monotonic()
         self._thread.start()
-        self.progress(50)
+        self.progress(10)
         return self
 
     def __exit__(

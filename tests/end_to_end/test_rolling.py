@@ -95,14 +95,14 @@ def test_a_change_of_model_dtype_and_replicas_under_load_loses_no_call(
         told = rest(daemon, "PATCH", "/instances/a", {"model_id": str(models["large"])}, status=202)
         assert told["update"]["state"] == "rolling"
         until(lambda: instance(daemon)["update"]["state"] == "done")
-        calls.progress(20)
+        calls.progress(10)
         for change in ({"dtype": "bfloat16"}, {"replicas": 2}, {"max_batch_tokens": 4096}, {"replicas": 1}):
             rest(daemon, "PATCH", "/instances/a?wait=true", change)
-            calls.progress(20)
+            calls.progress(10)
         rest(daemon, "POST", "/instances/a/restart?wait=true", {"rolling": True})
-        calls.progress(20)
+        calls.progress(10)
         until(lambda: only_serving(daemon, 1))
-        calls.progress(20)
+        calls.progress(10)
 
     assert calls.failures == {}
     assert all(len(found) == 2 for found in calls.dimensions().values()), calls.dimensions()
@@ -156,7 +156,7 @@ def test_a_new_worker_that_does_not_load_leaves_the_old_one_serving(
     with load(daemon) as calls:
         body = {"model_id": str(models["broken"])}
         refusal = rest(daemon, "PATCH", "/instances/a?wait=true", body, status=409)
-        calls.progress(20)
+        calls.progress(10)
 
     after = instance(daemon)
     assert refusal["code"] == "UPDATE_FAILED"
@@ -177,7 +177,7 @@ def test_a_replica_that_is_killed_costs_its_own_calls_alone(daemon: DaemonProces
         assert instance(daemon)["status"] == "running"
         until(lambda: all(each["state"] == "running" for each in instance(daemon)["workers"]))
         after = calls.failures.copy()
-        calls.progress(50)
+        calls.progress(20)
 
     assert instance(daemon)["workers"][0]["pid"] == workers[0]["pid"]
     assert calls.failures == after, "what fails, fails at once"
@@ -195,14 +195,14 @@ def test_a_change_in_which_the_daemon_is_killed_is_completed_by_the_next(
         rest(daemon, "PATCH", "/instances/a", {"model_id": str(models["large"])}, status=202)
         time.sleep(moment_s)
         daemon.kill()
-        calls.progress(20)
+        calls.progress(10)
         daemon.start()
         until(lambda: instance(daemon)["model_id"] == str(models["large"]) and only_serving(daemon, 1))
         until(lambda: (instance(daemon)["update"] or {}).get("state") != "rolling")
-        calls.progress(20)
+        calls.progress(10)
         serving = instance(daemon)
         rest(daemon, "POST", "/instances/a/restart?wait=true", {"rolling": True})  # of an adopted worker
-        calls.progress(20)
+        calls.progress(10)
 
     assert serving["model"]["model_id"] == serving["model_id"]
     assert calls.failures == {}

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from tests.end_to_end.rolling_load import SteadyLoad
 from tests.support.daemon_process import DaemonProcess, toml
+from tests.support.fork_server import SERVICE, nursery_service
 from tests.support.models import build
 from tests.support.polling import until
 
@@ -26,12 +27,21 @@ from teimgr.client import Client
 
 LIMIT_S = 300.0
 _NEXT = "99.0.0"
+_HERE = Path(teimgr.__file__).parents[2]
 _PROGRAM = """#!{python}
 import os, sys
 sys.path.insert(0, {path!r})
 os.environ["PYTHONPATH"] = {path!r}
 from teimgr.cli.main import main
 sys.exit(main())
+"""
+# Its fork server is a copy of the tests' own, which has this checkout's version.
+_WITH_COPY = """#!{python}
+import os, sys
+sys.path[:0] = [{path!r}, {root!r}]
+os.environ["PYTHONPATH"] = {path!r}
+from tests.support.fork_server import daemon_with_copy
+sys.exit(daemon_with_copy(sys.argv))
 """
 
 
@@ -40,13 +50,14 @@ class Upgraded(DaemonProcess):
 
     def install(self, name: str, source: Path, version: str | None = None) -> None:
         """Install the package of a checkout as version `name`; `version` is what it says of itself, None: its own."""
+        form = _WITH_COPY if source == _HERE and version is None else _PROGRAM
         package = self.folder / name / "teimgr"
         shutil.copytree(source / "src" / "teimgr", package)  # with what is compiled: the times of the files are kept
         if version is not None:
             init = package / "__init__.py"
             init.write_text(init.read_text().replace(teimgr.__version__, version))
         program = self.folder / name / "program"
-        program.write_text(_PROGRAM.format(python=sys.executable, path=str(package.parent)))
+        program.write_text(form.format(python=sys.executable, path=str(package.parent), root=str(_HERE)))
         program.chmod(0o755)
 
     def use(self, name: str) -> None:
@@ -64,18 +75,17 @@ class Upgraded(DaemonProcess):
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+                env=os.environ | {"HF_HUB_OFFLINE": "1", SERVICE: nursery_service()},
                 start_new_session=True,
             )
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Upgraded]:
-    here = Path(teimgr.__file__).parents[2]
     running = Upgraded(graceful_shutdown_timeout_secs=30)
     running.listen_limit_s = LIMIT_S
-    running.install("old", Path(os.environ.get("UPGRADE_FROM", here)))
-    running.install("new", here, _NEXT)
+    running.install("old", Path(os.environ.get("UPGRADE_FROM", _HERE)))
+    running.install("new", _HERE, _NEXT)
     running.use("old")
     with running:
         yield running
@@ -95,7 +105,7 @@ def mux_pid(daemon: DaemonProcess) -> int:
     return int(json.loads((daemon.folder / "run" / "mux-0.run").read_text())["pid"])
 
 
-@pytest.mark.timeout(2 * LIMIT_S)  # torch is imported twice
+@pytest.mark.timeout(2 * LIMIT_S)  # the next version imports torch
 def test_an_upgrade_under_load_loses_no_call(daemon: Upgraded, tmp_path: Path) -> None:
     build("bert", tmp_path)
     with daemon.client(timeout_s=LIMIT_S) as client:
@@ -104,7 +114,7 @@ def test_an_upgrade_under_load_loses_no_call(daemon: Upgraded, tmp_path: Path) -
         daemon.await_grpc()
         port, mux = client.get("a").port, mux_pid(daemon)
         before = {each["pid"] for each in workers(client)}
-        with SteadyLoad(daemon, "a", port, rate=30.0) as calls:
+        with SteadyLoad(daemon, "a", port) as calls:
             daemon.use("new")
             told = client.restart_daemon()
             until(lambda: client.daemon()["pid"] == told["pid"], "the next daemon", LIMIT_S)
@@ -114,7 +124,7 @@ def test_an_upgrade_under_load_loses_no_call(daemon: Upgraded, tmp_path: Path) -
                 "workers of the next version",
                 LIMIT_S,
             )
-            calls.progress(20, LIMIT_S)
+            calls.progress(10, LIMIT_S)
 
         assert calls.failures == {}
         assert mux_pid(daemon) != mux
