@@ -306,8 +306,6 @@ def test_the_fleet_as_a_whole(run: Run) -> None:
     assert run("recommendations", "--window", 1).status == ExitStatus.OK
     assert run("recommendations", "--apply", "idle.nope").status == ExitStatus.NOT_FOUND
     assert len(run("models", "list").rows) == 3
-    model = run("show", "static", "--json").json["model_id"]
-    assert ["kind", "embedding, dimension 32, up to 16384 tokens"] in run("models", "check", model, "--cpu").rows
 
 
 def test_bench_loads_every_kind_of_call(run: Run) -> None:
@@ -465,15 +463,13 @@ def test_files_of_a_context_are_kept_by_their_whole_path(
         ("teimgr events --kind crash", ["crashed"]),
     ],
 )
-def test_names_and_words_are_completed(fleet: WarmDaemonProcess, line: str, completed: list[str]) -> None:
+def test_names_and_words_are_completed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, line: str, completed: list[str]
+) -> None:
     asked = {"_TEIMGR_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-    done = subprocess.run(
-        [sys.executable, "-m", "teimgr"],
-        env=os.environ | {"TEIMGR_URL": fleet.api} | asked,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == completed
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert run().out.split() == completed
 
 
 def test_a_terminal_gets_tables(fleet: WarmDaemonProcess) -> None:
