@@ -9,11 +9,12 @@ import os
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from tests.fuzz.target import SEED, Target
+from tests.fuzz.target import FLEET, SEED, Target
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +59,21 @@ class _Document:
         return sum(1 for operation in operations if "requestBody" in operation or operation.get("parameters"))
 
 
-def run(target: Target, cases: int, folder: Path, boundaries: bool = True, first_seed: int = 0) -> Report:
+def run(
+    target: Target,
+    cases: int,
+    folder: Path,
+    boundaries: bool = True,
+    first_seed: int = 0,
+    instances: Sequence[str] = tuple(FLEET),
+) -> Report:
     """At least `cases` requests, four fifths to the daemon and the rest to the instances' ports, until one is wrong.
 
     `boundaries` walks every boundary of the daemon's document first, which takes its time and is the same every time.
     Runs with another `first_seed` have other cases.
     """
     report = Report()
-    ports = [f"http://127.0.0.1:{port}" for port in target.ports.values()]
+    ports = [f"http://127.0.0.1:{target.ports[name]}" for name in instances]
     for base in ports:
         _fuzz(_Document(f"{base}/api-doc/openapi.json", base), report, report.cases + cases // 20, folder, first_seed)
     daemon = _Document(f"{target.daemon.api}/openapi.json", target.daemon.api)
