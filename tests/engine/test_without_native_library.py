@@ -13,25 +13,23 @@ import pytest
 from tests.support.native import LIBRARY
 
 ROOT = Path(__file__).parents[2]
-# Where the library's absence matters: batching and the choice of it, pooling, lanes on one thread, the real model.
+# Where the library's absence matters: batching and the choice of it, pooling, lanes on one thread. The real model
+# without it: `tests/deploy/test_wheels.py`.
 FILES = (
     "tests/engine/fidelity/test_fidelity_gate.py",
     "tests/engine/heads/test_pooling.py",
     "tests/engine/test_engine.py",
-    "tests/fidelity/test_fidelity.py",
 )
-SELECTED = "test_fidelity_gate or test_pooling or both_lanes or failed_rows or overtakes or (fidelity and MiniLM)"
+SELECTED = "test_fidelity_gate or test_pooling or both_lanes or failed_rows or overtakes"
 # Tests that must be among those that passed, so that a change of a name does not empty the selection.
 AMONG_THEM = (
     "test_packing_is_used_where_it_gives_the_librarys_vectors[bert-Batching.BY_RUN]",
     "test_pooling_is_its_formula[mean-None-False]",
     "test_both_lanes_at_once_give_each_text_its_own_results[dense]",
-    "test_the_numbers_are_the_models_numbers[dense encoders: all-MiniLM-L6-v2 (real weights)]",
 )
 REASONS = {
     "needs the native library",
     "needs the native library and a CPU that multiplies bytes",
-    "needs the native library and a CPU with avx512_bf16",
 }
 
 
