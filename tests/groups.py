@@ -117,11 +117,22 @@ def _collected(session: pytest.Session) -> Iterator[pytest.Item]:
         yield from items
 
 
+class _Folder(pytest.Package):
+    """A folder whose fixtures of the scope "package" end with the last of its tests, without an `__init__.py` too."""
+
+    def setup(self) -> None:
+        """Import nothing."""
+
+
 _directories: dict[Path, pytest.Collector] = {}
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collect_directory(path: Path) -> Generator[None, pytest.Collector, pytest.Collector]:
+def pytest_collect_directory(
+    path: Path, parent: pytest.Collector
+) -> Generator[None, pytest.Collector, pytest.Collector]:
     """One node for each folder throughout: the fixtures of a conftest.py belong to the first."""
     found = yield
-    return _directories.setdefault(path, found)
+    if path not in _directories:
+        _directories[path] = _Folder.from_parent(parent, path=path) if isinstance(found, pytest.Dir) else found
+    return _directories[path]

@@ -17,7 +17,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="package")
 def surfaces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Surfaces]:
-    with WarmDaemonProcess(max_instances=len(MODELS)) as daemon:
+    with WarmDaemonProcess(max_instances=len(MODELS), health_check_interval_secs=10) as daemon:
         create(daemon, tmp_path_factory.mktemp("models"))
         surfaces = Surfaces(daemon)
         yield surfaces

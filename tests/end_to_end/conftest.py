@@ -46,7 +46,7 @@ def reference(minilm_folder: Path, texts: list[str]) -> np.ndarray:
     return np.asarray(model.encode(texts, normalize_embeddings=True, batch_size=32), np.float32)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def daemon() -> Iterator[DaemonProcess]:
     """`exact` is MiniLM in float32, `fast` the same in the dtype the engine chooses."""
     with WarmDaemonProcess() as running:

@@ -41,7 +41,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """Instances `embedding`, `locked` (the same behind a key), `reranker`, `classifier` and `pictures`, a CLIP."""
     embedding = models.build("bert", tmp_path_factory.mktemp("m"), prompts=_PROMPTS)
@@ -54,7 +54,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     }
     # Requests without a model go to `embedding`, not to `locked`; the alias is the model that LibreChat asks for.
     defaults, aliases = {"embedding": "embedding"}, {"jina-reranker-v2-base-multilingual": "reranker"}
-    with WarmDaemonProcess(default_instances=defaults, aliases=aliases) as daemon:
+    with WarmDaemonProcess(default_instances=defaults, aliases=aliases, health_check_interval_secs=10) as daemon:
         with daemon.client() as client:
             for name, folder in folders.items():
                 key = ["--api-key", KEY] if name == "locked" else []
@@ -64,14 +64,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         yield daemon
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ports(served: DaemonProcess) -> dict[str, int]:
     """The instances' own ports."""
     with served.client() as client:
         return {name: client.get(name).port for name in ("embedding", "locked", "reranker", "classifier")}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def page(served: DaemonProcess, ports: dict[str, int]) -> Page:
     """A section of a how-to page by its page and heading, with this daemon's addresses."""
     addresses = {
@@ -82,7 +82,7 @@ def page(served: DaemonProcess, ports: dict[str, int]) -> Page:
     return lambda name, heading: section(name, heading, addresses)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def hear(served: DaemonProcess, ports: dict[str, int]) -> Hear:
     """Run a script in the clients' environment and return what it printed. Nothing of ours is on its path."""
     if not _PYTHON.exists():
@@ -141,7 +141,7 @@ class Truth:
         return self._client.predict(TEXTS[0], instance="classifier")[0][0]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def truth(served: DaemonProcess) -> Iterator[Truth]:
     with served.client() as client:
         yield Truth(client)

@@ -60,12 +60,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(fleet: dict[str, Path]) -> Iterator[tuple[DaemonProcess, dict[str, int]]]:
     """The daemon, and the port of each instance."""
     aliases = {"text-embedding-3-small": "dense", "ada": str(fleet["dense"]), "dead": "nobody"}
+    settings = {"inference_max_body_mb": 4, "ollama_port": free_ports(1)[0], "health_check_interval_secs": 10}
     with (
-        WarmDaemonProcess(aliases=aliases, inference_max_body_mb=4, ollama_port=free_ports(1)[0]) as daemon,
+        WarmDaemonProcess(aliases=aliases, **settings) as daemon,
         daemon.client() as client,
     ):
         for name, model in fleet.items():
