@@ -63,6 +63,16 @@ def test_where_the_authors_name_no_activation_the_labels_decide(
     assert (scoring.labels, scoring.activation) == (labels, activation)
 
 
+def test_num_labels_counts_before_names_of_another_number(tmp_path: Path) -> None:
+    path = build_classifier("bert", tmp_path, labels=("a", "b", "c"))
+    edit(path / "config.json", num_labels=3, id2label={"0": "a"})
+
+    layout = read_layout(path)
+    assert layout.kind == "classifier"
+    assert layout.scoring is not None
+    assert layout.scoring.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
 def test_labels_without_names_are_numbered_as_the_library_does(tmp_path: Path) -> None:
     path = build_classifier("bert", tmp_path, labels=("a", "b"))
     edit(path / "config.json", id2label=None, label2id=None)

@@ -18,6 +18,7 @@ from teimgr.engine.backbone import Batching, StaticTable
 from teimgr.engine.batching.queue import BatchLimits
 from teimgr.engine.fidelity.dtype_speed import risk_of_fewer_bits
 from teimgr.engine.fidelity.fidelity_gate import Choice, probe_inputs
+from teimgr.engine.heads.scoring import check_activation
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, name_of
 from teimgr.engine.model_choice import DTYPES, EngineOptions, choose_model, tokens_of_a_batch, with_queries
@@ -185,6 +186,8 @@ def _read(options: EngineOptions) -> Layout:
         check_safetensors(layout.root, layout.weights)
         layout = replace(layout, safetensors_only=True)
     check_tensors(layout)
+    if layout.scoring is not None:
+        check_activation(layout.scoring.activation, len(layout.scoring.labels))
     return layout
 
 

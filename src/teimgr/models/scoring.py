@@ -78,7 +78,7 @@ def label_count(metadata: ModelMetadata) -> int:
     """How many scores a model gives a text."""
     if (modules := score_modules(metadata)) is not None:
         return int(modules[-1].config().get("out_features") or 0)
-    return len(metadata.config.get("id2label") or _default_labels(metadata.config))
+    return len(_named_labels(metadata.config))
 
 
 def written_activations(metadata: ModelMetadata) -> list[str]:
@@ -106,11 +106,17 @@ def read_activation(metadata: ModelMetadata, labels: int) -> str:
 
 
 def _labels(config: dict[str, Any]) -> tuple[str, ...]:
-    named = config.get("id2label") or _default_labels(config)
+    named = _named_labels(config)
     by_index = {int(index): str(label) for index, label in named.items() if str(index).isdecimal()}
     if sorted(by_index) != list(range(len(named))):
         raise ModelLoadFailed(f"id2label of config.json should number the labels from 0, and has: {', '.join(named)}")
     return tuple(by_index[index] for index in range(len(named)))
+
+
+def _named_labels(config: dict[str, Any]) -> dict[str, Any]:
+    """`id2label`; the library's own names if there is none, or if `num_labels` is another number, which counts."""
+    named, count = config.get("id2label"), config.get("num_labels")
+    return named if named and count in (None, len(named)) else _default_labels(config)
 
 
 def _default_labels(config: dict[str, Any]) -> dict[str, str]:

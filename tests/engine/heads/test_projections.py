@@ -20,6 +20,7 @@ MODULES = (
     (modules.Dense(8, 8, bias=False, activation_function=None), modules.Normalize(), modules.Dense(8, 4)),
     (modules.Dense(8, 8, use_residual=True), modules.LayerNorm(8)),
     (modules.LayerNorm(8), modules.Dense(8, 5, activation_function=nn.GELU(), use_residual=True)),
+    (modules.Dense(8, 6, activation_function=nn.GLU()), modules.Dense(3, 4, activation_function=nn.PReLU(init=0.6))),
 )
 
 
@@ -122,6 +123,13 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_projections([Dense(tmp_path / "nowhere", 8, 4, True, identity)], torch.device("cpu"))
     with pytest.raises(ModelLoadFailed, match=r"os\.system is not served"):
         load_projections([Dense(tmp_path, 8, 4, True, "os.system")], torch.device("cpu"))
+
+
+def test_an_activation_of_another_shape_of_vectors_is_refused_by_name(tmp_path: Path) -> None:
+    dense = Dense(tmp_path, 8, 6, bias=True, activation="torch.nn.modules.activation.Softmax2d")
+
+    with pytest.raises(ModelLoadFailed, match="Softmax2d, which does not take vectors of 6"):
+        width_behind([dense], 8)
 
 
 def test_weights_may_lie_beside_those_of_a_transformer(tmp_path: Path) -> None:

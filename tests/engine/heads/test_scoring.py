@@ -12,7 +12,7 @@ from tests.engine.plain_models import CPU, OFFSETS, PAD, layout_of, logits_of, r
 
 from teimgr.engine.backbone import Batching, WholeModel
 from teimgr.engine.batching.batch import Encoded
-from teimgr.engine.heads.scoring import activate
+from teimgr.engine.heads.scoring import activate, check_activation
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.errors import ModelLoadFailed
@@ -213,3 +213,27 @@ def test_an_activation_is_torchs_own_and_never_overflows(name: str, truth: objec
 def test_what_is_no_activation_of_torchs_is_refused(name: str) -> None:
     with pytest.raises(ModelLoadFailed, match="is not served"):
         activate(LOGITS, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("torch.nn.Nope", "is not served"),
+        ("torch.nn.modules.activation.GLU", "is not served: it gives another number of scores"),
+        ("torch.nn.modules.activation.Softmax2d", "does not take 4 scores"),
+        ("torch.nn.modules.activation.RReLU", "or others each time"),
+        ("torch.nn.modules.dropout.Dropout", "or others each time"),
+    ],
+)
+def test_an_activation_that_gives_no_scores_is_refused_by_name(name: str, reason: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=reason):
+        check_activation(name, 4)
+
+
+@pytest.mark.parametrize("name", ["PReLU", "Hardsigmoid", "LogSoftmax", "Tanh"])
+def test_activations_of_torch_are_those_of_scores(name: str) -> None:
+    logits, dotted = np.array([[-1.5, 0.25, 2.0]], dtype=np.float32), f"torch.nn.modules.activation.{name}"
+    check_activation(dotted, 3)
+
+    theirs = getattr(torch.nn, name)()(torch.from_numpy(logits)).detach().numpy()
+    np.testing.assert_allclose(activate(logits, dotted), theirs, atol=1e-6)

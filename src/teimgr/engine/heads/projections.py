@@ -43,7 +43,7 @@ class DenseLayer(nn.Module):
     def __init__(self, dense: Dense) -> None:
         super().__init__()
         self.linear = nn.Linear(dense.in_features, dense.out_features, bias=dense.bias)
-        self.activation = torch_activation(dense.activation)
+        self.activation_function = torch_activation(dense.activation)  # named as in files: PReLU has a weight
         self.residual: nn.Module | None = None
         if dense.residual and dense.in_features != dense.out_features:
             self.residual = nn.Linear(dense.in_features, dense.out_features, bias=False)
@@ -51,7 +51,7 @@ class DenseLayer(nn.Module):
             self.residual = nn.Identity()
 
     def forward(self, vectors: Tensor) -> Tensor:
-        out: Tensor = self.activation(self.linear(vectors))
+        out: Tensor = self.activation_function(self.linear(vectors))
         return out if self.residual is None else out + self.residual(vectors)
 
 
@@ -115,8 +115,25 @@ def width_behind(projections: Sequence[Projection], width: int) -> int:
         if takes != width:
             raise ModelLoadFailed(f"the module {projection.path.name} takes vectors of {takes}, and is given {width}")
         if isinstance(projection, Dense):
-            width = projection.out_features
+            width = _activated_width(projection)
     return width
+
+
+def _activated_width(dense: Dense) -> int:
+    """Return the size of a vector behind a Dense module, of which a GLU leaves half."""
+    try:
+        with torch.inference_mode():
+            found: Tensor = torch_activation(dense.activation)(torch.zeros(2, dense.out_features))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ModelLoadFailed(
+            f"the module {dense.path.name} has the activation {dense.activation}, which does not take vectors of "
+            f"{dense.out_features}: {error}"
+        ) from error
+    if found.dim() != 2:
+        raise ModelLoadFailed(
+            f"the module {dense.path.name} has the activation {dense.activation}, which is not served"
+        )
+    return int(found.shape[1])
 
 
 def _load(projection: Projection) -> nn.Module:

@@ -330,5 +330,21 @@ def activate(logits: NDArray[np.float32], activation: str) -> NDArray[np.float32
         powers = np.exp(wide - wide.max(axis=1, keepdims=True))
         scores = powers / powers.sum(axis=1, keepdims=True)
     else:
-        scores = torch_activation(activation)(torch.from_numpy(wide)).numpy()
+        scores = torch_activation(activation).double()(torch.from_numpy(wide)).numpy(force=True)
     return np.asarray(scores, dtype=np.float32)
+
+
+def check_activation(activation: str, labels: int) -> None:
+    """Raise ModelLoadFailed if `activation` is not torch's, changes the number of scores, or is random."""
+    logits = np.linspace(-2, 2, 8 * labels, dtype=np.float32).reshape(8, labels)
+    try:
+        found = activate(logits, activation)
+        alone = np.concatenate([activate(row[None], activation) for row in logits])
+    except ModelLoadFailed:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ModelLoadFailed(f"the activation {activation} does not take {labels} scores: {error}") from error
+    if found.shape != logits.shape or not np.allclose(found, alone, atol=1e-5, equal_nan=True):
+        raise ModelLoadFailed(
+            f"the activation {activation} is not served: it gives another number of scores, or others each time"
+        )
