@@ -1,6 +1,6 @@
 """Lowering: turns a record of ATen operators into the steps of a native forward, without model code of ours.
 
-`lower` interprets the record of `native_forward/trace.py`. A value per token is represented symbolically: a tensor of
+`lower` interprets the record of `trace_forward`. A value per token is represented symbolically: a tensor of
 its shape has, for every element, the token and the column in a step's result (`StepRows.places`). So torch itself
 computes views, transpositions, slices and splits, and a step only checks that the elements are in the order in which it
 reads them. Functions of positions become tables; constants are computed at once.
