@@ -161,10 +161,11 @@ async def test_a_large_write_holds_the_loop_for_some_turns_only_and_pauses_its_w
     class Writing(Reading):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
-            self.told = list[str]()
+            self.told, self.sizes = list[str](), list[int]()
 
         def pause_writing(self) -> None:
             self.told.append("pause")
+            self.sizes.append(self.transport.get_write_buffer_size())
 
         def resume_writing(self) -> None:
             self.told.append("resume")
@@ -182,6 +183,7 @@ async def test_a_large_write_holds_the_loop_for_some_turns_only_and_pauses_its_w
         watching = asyncio.create_task(watch_turns(held))
         made[0].transport.writelines([b"head", bytes(size)])
         assert made[0].told == ["pause"]
+        assert made[0].sizes[0] >= size, "the budget of unread replies and the guard of stalls count all of it"
         assert made[0].transport.get_write_buffer_size() >= size
         received = 0
         while received < size:

@@ -312,14 +312,13 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         if sum(map(len, parts)) <= _WRITE_BYTES:
             self.write(b"".join(parts))
             return
-        for part in parts:
-            if part and not self._is_closing:
-                self._keep_unencrypted(memoryview(part).cast("B"))
+        if not self._is_closing:
+            self._keep_unencrypted(*(memoryview(part).cast("B") for part in parts if part))
 
-    def _keep_unencrypted(self, view: memoryview) -> None:
-        """Queue what is written; the protocol is paused until all of it is encrypted."""
-        self._unencrypted.append(view)
-        self._unencrypted_bytes += len(view)
+    def _keep_unencrypted(self, *views: memoryview) -> None:
+        """Queue what is written, then pause the protocol, which counts all of it, until it is encrypted."""
+        self._unencrypted.extend(views)
+        self._unencrypted_bytes += sum(map(len, views))
         if not self._is_writing_paused:
             self._encrypt_later()
         self._pause_or_resume_protocol()
