@@ -73,8 +73,8 @@ def contexts(folder: Path, name: str = "ca") -> tuple[ssl.SSLContext, ssl.SSLCon
 class Silent:
     """Connections that send `said`, and then nothing."""
 
-    def __init__(self, address: tuple[str, int], count: int, said: bytes = b"") -> None:
-        self.sockets = [socket.create_connection(address) for _ in range(count)]
+    def __init__(self, address: tuple[str, int], count: int, said: bytes = b"", source: str = "127.0.0.1") -> None:
+        self.sockets = [socket.create_connection(address, source_address=(source, 0)) for _ in range(count)]
         for sock in self.sockets:
             sock.sendall(said)
             sock.setblocking(False)
@@ -183,19 +183,22 @@ async def test_a_few_are_accepted_in_each_turn() -> None:
     assert 0 < most <= acceptor._STARTS_PER_TURN
 
 
-@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
-async def test_a_client_does_not_wait_for_all_connections_that_another_has_opened_before(source: str) -> None:
+@pytest.mark.parametrize(("source", "behind"), [("127.0.0.1", 0), ("127.0.0.2", 0), ("127.0.0.2", 500)])
+async def test_a_client_does_not_wait_for_all_connections_that_others_open(source: str, behind: int) -> None:
+    """Neither for those before it, nor for those that clients of its own network open after it."""
     gate = ConnectionGate()
     async with accepting(gate) as address, asyncio.timeout(30):
-        silent = Silent(address, 1500)  # no turn of the loop meanwhile: they are in the backlog
+        before = Silent(address, 1000)  # no turn of the loop meanwhile: they are in the backlog
         other = socket.create_connection(address, source_address=(source, 0))
         other.sendall(b"hi\n")
         other.setblocking(False)
+        after = Silent(address, behind, source=source)
 
         assert await asyncio.get_running_loop().sock_recv(other, 10) == b"hi\n"
-        assert gate.count < 1000
+        assert gate.count < 600
         other.close()
-        silent.close()
+        before.close()
+        after.close()
 
 
 async def test_what_is_over_the_limit_is_closed_and_told() -> None:

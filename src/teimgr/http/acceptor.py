@@ -165,10 +165,10 @@ class Acceptor:
         client of its host, or of its proxy, has opened before.
         """
         self._taking = None
-        for number in range(min(_STARTS_PER_TURN, len(self._accepted))):
+        for _ in range(min(_STARTS_PER_TURN, len(self._accepted))):
             if len(self._waiting) > _MAX_WAITING:
                 return
-            self.take(*self._accepted.pop(newest=bool(number % 2)))
+            self.take(*self._accepted.pop(both_ends=True))
         self._take_later()
 
     def _take_later(self) -> None:

@@ -30,6 +30,7 @@ class Rotation(Generic[ItemT]):
 
     def __init__(self) -> None:
         self._queues: OrderedDict[Hashable, deque[ItemT]] = OrderedDict()  # by caller, next one first
+        self._newest_next: set[Hashable] = set()  # callers whose oldest item was popped last, of both ends
         self._count = 0
 
     def __len__(self) -> int:
@@ -43,12 +44,19 @@ class Rotation(Generic[ItemT]):
         """Return how many items of `caller` wait."""
         return len(self._queues.get(caller, ()))
 
-    def pop(self, *, newest: bool = False) -> ItemT:
-        """Remove and return the next item: the oldest, or the newest, of the next caller; raises KeyError if empty."""
+    def pop(self, *, both_ends: bool = False) -> ItemT:
+        """Remove and return the oldest item of the next caller, or of `both_ends` its oldest and newest alternately.
+
+        Raises KeyError if empty.
+        """
         caller, queue = self._queues.popitem(last=False)
+        newest = both_ends and caller in self._newest_next
         item = queue.pop() if newest else queue.popleft()
+        self._newest_next.discard(caller)
         if queue:
             self._queues[caller] = queue
+            if both_ends and not newest:
+                self._newest_next.add(caller)
         self._count -= 1
         return item
 
