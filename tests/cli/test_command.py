@@ -50,7 +50,7 @@ def test_an_output_that_cannot_be_written_is_a_failure_in_words(line: str) -> No
         command = [sys.executable, "-m", "teimgr", *line.split()]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1
-    assert "the output cannot be written: No space left on device" in done.stderr
+    assert "cannot write the output: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
 

@@ -229,7 +229,7 @@ def test_an_interrupted_file_is_resumed(run: Run, fleet: WarmDaemonProcess, tmp_
                 shown += part
         assert process.wait(30) == ExitStatus.INTERRUPTED, shown
     os.close(ours)
-    assert b"the same command goes on" in shown
+    assert b"run the same command to resume" in shown
     assert b"Traceback" not in shown
     done = run(*command, "--json")
     assert (done.status, done.json["rows"]) == (ExitStatus.OK, rows), done.err
@@ -296,7 +296,7 @@ def test_the_fleet_as_a_whole(run: Run) -> None:
     assert run("gpus", "--json").json["gpus"] == []
     assert run("gpus").out == ""
     assert "no GPUs: " in run("gpus").err
-    assert "nothing differs" in run("reload", "--plan").err
+    assert "no changes" in run("reload", "--plan").err
     assert run("templates").out == ""
     for options in ((), ("--plan",)):
         done = run("rebalance", *options)
@@ -446,7 +446,7 @@ def test_files_of_a_context_are_kept_by_their_whole_path(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = run("context", "add", "far", "https://teimgr.example:9000", "--ca", "ca.pem", "--api-key-file", "../key")
-    assert f"{tmp_path / 'ca.pem'} does not exist: commands of this context fail until it does" in made.err
+    assert f"{tmp_path / 'ca.pem'} does not exist; commands with this context fail until it does" in made.err
     (told,) = [each for each in json.loads(run("context", "list", "--json").out) if each["name"] == "far"]
     assert told["ca"] == str(tmp_path / "ca.pem")
     assert f'"{tmp_path / ".." / "key"}"' in Contexts.load().path.read_text()

@@ -145,7 +145,9 @@ def test_a_state_file_of_the_future_means_that_the_clock_was_set_back(tmp_path: 
     file.touch()
     os.utime(file, (4e9, 4e9))
 
-    assert findings(doctor_checks.check_clock, state_file=file) == {"clock": f"warn: {file} is of the future"}
+    assert findings(doctor_checks.check_clock, state_file=file) == {
+        "clock": f"warn: {file} has a modification time in the future"
+    }
 
 
 def test_secrets_are_hidden_in_a_bundle() -> None:

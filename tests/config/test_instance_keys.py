@@ -89,7 +89,7 @@ def test_a_value_may_look_like_a_flag() -> None:
         (["--auto-truncate=yes"], "--auto-truncate must be true or false (got 'yes')"),
         (["--dtype", "auto", "--dtype=auto"], "--dtype is given twice"),
         (["--default-prompt", "a", "--default-prompt-name", "b"], "exclude each other"),
-        (["--port", "80"], "--port is not taken here: the port is the instance's own field"),
+        (["--port", "80"], "--port is not supported: the port is the instance's own field"),
         (["--hf-token=secret"], "set HF_TOKEN in the daemon's environment"),
         (["--api-key", REDACTED], "--api-key must be the key itself"),
         (["--default-prompt", "x" * LENGTH_LIMIT_CHARS], "longer than"),

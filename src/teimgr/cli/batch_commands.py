@@ -1,4 +1,4 @@
-"""`teimgr batch`: files of requests that the daemon works off behind all interactive calls, in OpenAI's form."""
+"""`teimgr batch`: OpenAI's batches, files of requests that the daemon computes with low priority."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def submit(
     output: CommandOutput,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Requests, JSON lines.", show_default=False)],
     endpoint: Annotated[str, typer.Option(metavar="PATH", help="The `url` of every request.")] = "/v1/embeddings",
-    window: Annotated[str, typer.Option(metavar="TIME", help="It expires after so long, 7d at most.")] = "24h",
+    window: Annotated[str, typer.Option(metavar="TIME", help="Time until it expires, at most 7d.")] = "24h",
     wait: Wait = False,
 ) -> int:
     """Upload a file of requests and make a batch of it."""
@@ -43,7 +43,7 @@ def submit(
 def list_batches(
     server: DaemonOptions,
     output: CommandOutput,
-    last: Annotated[int, typer.Option("--last", "-n", help="How many, the newest first.", min=1, max=100)] = 20,
+    last: Annotated[int, typer.Option("--last", "-n", help="Number of batches, newest first.", min=1, max=100)] = 20,
 ) -> None:
     """List the batches of this API key."""
     batches = server.rest.request("GET", "/v1/batches", query={"limit": last})["data"]
@@ -64,7 +64,7 @@ def get(
     out: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the results here, JSON lines.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     wait: Wait = False,
 ) -> int:
     """Show a batch, or download its results.
@@ -85,7 +85,7 @@ def get(
         raise Refused(f"batch {batch_id} has no results: it is {_state(batch)}{do}")
     for target, file_id in files.items():
         download(server.connection.http_channel(), file_id, target, server.timeout_s)
-    if failed not in files:  # that of the results that were replaced
+    if failed not in files:  # left from replaced results
         failed.unlink(missing_ok=True)
     if output.as_json:
         output.value({**batch, "files": [str(each) for each in files]})

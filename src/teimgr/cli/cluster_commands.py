@@ -51,9 +51,9 @@ def token(
     output: CommandOutput,
     node: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Only for this name; such a token may replace a host of the name."),
+        typer.Option(metavar="NAME", help="Only for this host name; such a token may replace a host of that name."),
     ] = None,
-    life: Annotated[float, typer.Option(metavar="MIN", help="Minutes within which it is to be used.", min=0)] = 60.0,
+    life: Annotated[float, typer.Option(metavar="MIN", help="Validity in minutes.", min=0)] = 60.0,
 ) -> None:
     """Make a token by which one host may join the cluster, once, by `teimgr node join`."""
     made = server.rest.create_join_token(node=node, life_secs=life * 60)
@@ -75,7 +75,7 @@ def remove(
     if output.as_json:
         output.value({"removed": name})
     else:
-        output.note(f"host {name} is not in the fleet any more")
+        output.note(f"host {name} was removed from the fleet")
 
 
 def join(
@@ -93,10 +93,13 @@ def join(
     ] = None,
     name: Annotated[str, typer.Option(help="Name of this host in the fleet; default: its host name.")] = "",
     label: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label that instances may ask for; repeatable.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label that instances can require; repeatable.")
     ] = None,
     host_address: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="By which other hosts reach this one; default: the way to the head.")
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="Address of this host for other hosts; default: the one used to reach the head."
+        ),
     ] = "",
     enrolment_port: Annotated[
         int,

@@ -1,7 +1,7 @@
-"""What every command of `teimgr` shares: the options of the connection, `--json`, and failures as exit codes.
+"""Shared parts of all commands: options of the connection, `--json`, and exit codes of failures.
 
-A command is a function in a module of this package. A parameter annotated `DaemonOptions` becomes the options of the
-connection, one annotated `CommandOutput` becomes `--json`; `options_of` makes the others of a declaration.
+A command is a function in a module of this package. A parameter `DaemonOptions` becomes the options of the connection,
+`CommandOutput` becomes `--json`; `options_of` makes options from a declaration.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def _connection_option(name: str, meaning: str, metavar: str) -> tuple[str, Any,
 
 _CONNECTION_OPTIONS = (
     _connection_option(
-        "url", "REST address of the daemon, or unix:/path (TEIMGR_URL); http://127.0.0.1:9000 unless given.", "URL"
+        "url", "REST address of the daemon, or unix:/path (TEIMGR_URL); default: http://127.0.0.1:9000.", "URL"
     ),
     _connection_option(
-        "grpc_url", "gRPC address, or unix:/path (TEIMGR_GRPC_URL); the daemon is asked unless given.", "URL"
+        "grpc_url", "gRPC address, or unix:/path (TEIMGR_GRPC_URL); default: reported by the daemon.", "URL"
     ),
     _connection_option("api_key", "API key; TEIMGR_API_KEY and --api-key-file keep it out of the process list.", "KEY"),
     _connection_option("api_key_file", "File of the API key (TEIMGR_API_KEY_FILE).", "FILE"),
-    _connection_option("ca", "Authority of the daemon's certificate, PEM (TEIMGR_CA).", "FILE"),
+    _connection_option("ca", "CA of the daemon's certificate, PEM (TEIMGR_CA).", "FILE"),
     _connection_option("cert", "Client certificate, PEM (TEIMGR_CERT).", "FILE"),
     _connection_option("key", "Its private key, PEM (TEIMGR_KEY).", "FILE"),
     _connection_option("server_name", "Name expected in the daemon's certificate (TEIMGR_SERVER_NAME).", "NAME"),
@@ -82,13 +82,13 @@ def connection_options() -> list[tuple[str, str]]:
     return [("--" + name.replace("_", "-"), meaning) for name, meaning in options]
 
 
-# What reading a reply of another shape raises.
+# Raised by reading an unexpected reply.
 _MISREAD = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(slots=True)
 class DaemonOptions:
-    """The daemon that a command speaks to."""
+    """The daemon that a command calls."""
 
     flags: ConnectionValues
     context: str | None = None
@@ -132,7 +132,7 @@ class DaemonOptions:
         if self._connection.api_key is None:
             unsent = f"{_API_KEY} was not sent: it belongs to the address of TEIMGR_URL; give --api-key-file FILE"
             return replace(failure, do=unsent) if os.environ.get(_API_KEY) else failure
-        if "API key" not in error.message:  # the certificate is not accepted
+        if "API key" not in error.message:  # the certificate was not accepted
             return failure
         do = f"give another (--api-key-file FILE, {_API_KEY}); new keys count from the daemon's next `teimgr reload` on"
         return replace(failure, why="[[auth.api_keys]] of the daemon lacks the key that was sent", do=do)
@@ -212,13 +212,13 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
             report(_incomplete(error), as_json=as_json)
             status = ExitStatus.FAILED
         except _MISREAD as error:
-            if not server.source:  # no daemon was asked: a fault of this program
+            if not server.source:  # no daemon was called: a bug of this program
                 raise
             report(_misread(server, error), as_json=as_json)
             status = ExitStatus.FAILED
         except KeyboardInterrupt:
             status = ExitStatus.INTERRUPTED
-        except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        except BrokenPipeError:  # the reader, such as `head`, has closed
             _drop_output()
             status = ExitStatus.OK
         except OSError as error:
@@ -235,7 +235,7 @@ def runnable(command: Callable[..., Any]) -> Callable[..., None]:
 
 def _drop_output() -> None:
     """What stdout still holds goes nowhere: its second refusal, at the end of the program, would be a traceback."""
-    with suppress(OSError):  # stdout may be no file
+    with suppress(OSError):  # stdout may have no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -243,13 +243,13 @@ def _of_disk(error: OSError) -> CommandFailure:
     """The failure of a command that could not read or write."""
     what = failure_of(error) if error.filename else error.strerror or str(error) or type(error).__name__
     of_output = not error.filename and error.errno in _OF_WRITES
-    return CommandFailure(f"the output cannot be written: {what}" if of_output else what, "", "", "IO")
+    return CommandFailure(f"cannot write the output: {what}" if of_output else what, "", "", "IO")
 
 
 def _misread(server: DaemonOptions, error: Exception) -> CommandFailure:
     """The failure of a command that could not read what a server answered: it may be another program."""
     return CommandFailure(
-        f"the reply of {server.connection.url} was not understood",
+        f"unexpected reply from {server.connection.url}",
         f"{type(error).__name__}: {str(error)[:200]}; the address is from {server.source}",
         "check the address, and that the daemon has this version: `teimgr doctor`",
         "INTERNAL",
@@ -258,7 +258,7 @@ def _misread(server: DaemonOptions, error: Exception) -> CommandFailure:
 
 def _incomplete(error: ModuleNotFoundError) -> CommandFailure:
     """The failure of a command of the daemon where the client alone is installed."""
-    what = "this installation lacks a part that the command needs"
+    what = "this installation is incomplete"
     return CommandFailure(
         what, f"no module {error.name!r}", "install all: `pip install teimgr`", "INCOMPLETE_INSTALLATION"
     )

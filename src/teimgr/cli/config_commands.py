@@ -1,4 +1,4 @@
-"""`teimgr config …` and `teimgr key …`: a daemon's configuration, without a daemon.
+"""`teimgr config …` and `teimgr key …`: configuration of a daemon, without calling one.
 
 `teimgr context …`: named connections, kept in a file that only its owner can read.
 """
@@ -20,7 +20,7 @@ from teimgr.errors import InvalidConfig
 
 
 class RightChoice(str, Enum):
-    """What a key may do."""
+    """A right of a key."""
 
     ADMIN = "admin"
     INFERENCE = "inference"
@@ -59,9 +59,9 @@ def check(
 def show(
     output: CommandOutput,
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="Settings in TOML; none: defaults and environment.")
+        Path | None, typer.Argument(metavar="FILE", help="Settings in TOML; default: only defaults and environment.")
     ] = None,
-    changed: Annotated[bool, typer.Option("--changed", help="Only what differs from the defaults.")] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Only values that differ from the defaults.")] = False,
 ) -> int:
     """Print every setting with its source.
 
@@ -94,11 +94,9 @@ def show(
 def key_new(
     output: CommandOutput,
     name: Annotated[str, typer.Argument(help="Who will have it.", show_default=False)],
-    rights: Annotated[
-        list[RightChoice] | None, typer.Option(help="What it may do; several.  [default: inference]")
-    ] = None,
+    rights: Annotated[list[RightChoice] | None, typer.Option(help="Right; repeatable.  [default: inference]")] = None,
     instances: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Names or globs, several; all instances unless given.")
+        list[str] | None, typer.Option(metavar="NAME", help="Name or glob of instances; repeatable; default: all.")
     ] = None,
 ) -> int:
     """Make an API key.
@@ -111,8 +109,8 @@ def key_new(
     if output.as_json:
         output.value({"name": name, "key": key, "table": table})
     else:
-        say(f"# The key, for {name} alone; it is stored nowhere:\n# {key}\n\n{table}", end="")
-        output.note('keys count where [auth] has `enabled = true` and `providers = ["api_keys"]`: docs/api-keys.md')
+        say(f"# The key of {name}; it is not stored:\n# {key}\n\n{table}", end="")
+        output.note('keys are used if [auth] has `enabled = true` and `providers = ["api_keys"]`: docs/api-keys.md')
         output.note(f"to use it: `teimgr context add {name} URL --api-key-file -` reads the key and stores it")
     return 0
 
@@ -156,11 +154,11 @@ def add(
     output: CommandOutput,
     name: ContextName,
     url: Annotated[str, typer.Argument(help="REST address of the daemon.", show_default=False)],
-    grpc_url: Annotated[str | None, typer.Option(help="gRPC address; the daemon is asked unless given.")] = None,
+    grpc_url: Annotated[str | None, typer.Option(help="gRPC address; default: reported by the daemon.")] = None,
     api_key_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="File of the API key; `-` reads the key and stores it here.")
     ] = None,
-    ca: Annotated[str | None, typer.Option(metavar="FILE", help="Authority of the daemon's certificate.")] = None,
+    ca: Annotated[str | None, typer.Option(metavar="FILE", help="CA of the daemon's certificate.")] = None,
     cert: Annotated[str | None, typer.Option(metavar="FILE", help="Client certificate.")] = None,
     key: Annotated[str | None, typer.Option(metavar="FILE", help="Its private key.")] = None,
     server_name: Annotated[str | None, typer.Option(help="Name expected in the certificate.")] = None,
@@ -177,7 +175,7 @@ def add(
     output.note(f"{contexts.path}: {name} is {url}")
     for path in (api_key_file, ca, cert, key):
         if path is not None and not Path(path).expanduser().exists():
-            output.note(f"{path} does not exist: commands of this context fail until it does")
+            output.note(f"{path} does not exist; commands with this context fail until it does")
 
 
 def _whole_path(path: str | None) -> str | None:
@@ -205,4 +203,4 @@ def remove(output: CommandOutput, name: ContextName) -> None:
     replace(contexts, current=None if is_current else contexts.current, tables=kept).save()
     output.note(f"forgot {name}")
     if is_current and kept:
-        output.note(f"no context is current now; `teimgr context use NAME` chooses one of {', '.join(kept)}")
+        output.note(f"no current context; `teimgr context use NAME` selects one of {', '.join(kept)}")

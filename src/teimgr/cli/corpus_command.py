@@ -1,4 +1,4 @@
-"""`teimgr embed FILE -o OUTPUT`: a bar with rate and remaining time on a terminal, lines elsewhere."""
+"""`teimgr embed FILE -o OUTPUT`: progress as a bar on a terminal, otherwise as lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from teimgr.errors import Forbidden
 from teimgr.spec import Kind
 
 _LINE_S = 10.0
-_IDLE_S = 300.0  # without any reply on the stream
+_IDLE_S = 300.0  # without a reply on the stream
 
 
 def embed_corpus(
@@ -30,7 +30,7 @@ def embed_corpus(
 ) -> int:
     from teimgr.client.corpus import embed_file
 
-    # A wrong address or name ends at once; what fails later is tried again.
+    # A wrong address or name fails at once; later failures are retried.
     per_token = False
     with suppress(Forbidden):
         per_token = server.rest.get(instance).kind == Kind.MULTI_VECTOR
@@ -42,7 +42,7 @@ def embed_corpus(
         try:
             done = embed_file(client, source, target, progress=progress, instance=instance, **given)
         except KeyboardInterrupt:
-            output.note(f"interrupted; the same command goes on where this was ({target}.partial)")
+            output.note(f"interrupted; run the same command to resume ({target}.partial)")
             return ExitStatus.INTERRUPTED
     taken_s = time.monotonic() - began
     if output.as_json:
@@ -107,7 +107,7 @@ class _Meter:
         """Seconds to the end at the rate of this run; None while that is not known."""
         share = progress.rows / progress.total if progress.total else progress.share or 0.0
         if progress.rows == self._first:
-            return None  # of a resumed file nothing is read yet
+            return None  # a resumed file is not read yet
         now = time.monotonic()
         if self._start is None:
             self._start = now, share

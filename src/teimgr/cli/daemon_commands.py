@@ -25,8 +25,8 @@ Config = Annotated[
 
 def serve(
     config: Config = None,
-    port: Annotated[int | None, typer.Option(help="Port of REST, stronger than file and environment.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="Port of gRPC, likewise.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of REST; overrides file and environment.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Port of gRPC; overrides file and environment.")] = None,
     state_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of the state file, logs and run files.")
     ] = None,
@@ -76,9 +76,7 @@ def doctor(
     server: DaemonOptions,
     output: CommandOutput,
     config: Config = None,
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="The same as --config.", show_default=False)
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Same as --config.", show_default=False)] = None,
     node: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Check a joined host: --state-dir of its `node join`.", show_default=False),
@@ -138,14 +136,12 @@ def _serving(
     while (left := ends - time.monotonic()) > 0:
         try:
             found: Mapping[str, Any] = server.connection.rest_client(max(1.0, left)).daemon()
-        except Unavailable:  # between the two
+        except Unavailable:  # during the handover
             found = before
         if found["pid"] != before["pid"] and not found.get("is_starting"):
             return found
         time.sleep(_PAUSE_S)
-    raise UpdateFailed(
-        f"{_name(following)} was to take over and does not answer in time; `teimgr logs --daemon` has why"
-    )
+    raise UpdateFailed(f"{_name(following)} did not take over in time; `teimgr logs --daemon` shows why")
 
 
 def _name(daemon: Mapping[str, Any]) -> str:

@@ -1,6 +1,4 @@
-"""`teimgr doctor`: checks of this host, of the daemon that runs and of the hosts of its fleet, with advice, and the
-support bundle of `--bundle`.
-"""
+"""`teimgr doctor`: checks this host, the daemon and its hosts; `--bundle` writes a support bundle."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ from teimgr.files import write_atomically
 from teimgr.spec import State
 
 _CLOCK_LIMIT_S = 2.0
-"""Clocks further apart make the order of merged logs and events misleading; certificates tolerate minutes."""
+"""Larger differences make the order of merged logs and events misleading; certificates tolerate minutes."""
 _LIMIT_S = 10.0
 _ANSWER_LIMIT_S = 5.0
 _OF_LEVEL: Mapping[int | None, Outcome] = {90: "warn", 95: "fail"}
@@ -136,7 +134,7 @@ def check_hosts(settings: Settings, flags: ConnectionValues) -> Iterator[Finding
         found = connection.rest_client(_LIMIT_S).hosts()["hosts"]
     except TeimgrError as error:
         yield Finding(
-            "hosts", "warn", f"no daemon tells: {error.message}", "start it; --url and --api-key reach another"
+            "hosts", "warn", f"no daemon to ask: {error.message}", "start it, or use another: --url, --api-key"
         )
         return
     for host in found:
@@ -157,13 +155,13 @@ def _host(host: Mapping[str, Any]) -> Finding:
     outcome: Outcome = "ok"
     advice = ""
     if host["problem"]:
-        return Finding("hosts", "fail", f"{name} ({host['address']}) takes no workers: {host['problem']}", _REMEDY)
+        return Finding("hosts", "fail", f"{name} ({host['address']}) accepts no workers: {host['problem']}", _REMEDY)
     if ahead is not None and abs(ahead) > _CLOCK_LIMIT_S:
         outcome, advice = "warn", "synchronise its clock (chrony, systemd-timesyncd)"
     elif not enough_memory(memory):
         outcome, advice = "warn", "little memory is left for another worker"
     elif disk is not None and not enough_disk(disk):
-        outcome, advice = "warn", "models that are not there yet may not fit: set HF_HOME there, or delete some"
+        outcome, advice = "warn", "further models may not fit: set HF_HOME there, or delete some"
     return Finding("hosts", outcome, text, advice)
 
 
@@ -238,16 +236,16 @@ def check_daemon(connection: DaemonConnection, *, is_named: bool) -> Iterator[Fi
         yield Finding("daemon", "warn", text, "upgrade the older one: docs/operations/upgrade.md")
     yield _clock(str(health.details.get("timestamp", "")), began, ended)
     for alarm in health.details.get("alarms", ()):
-        yield Finding("alarms", "fail", str(alarm), "`teimgr events` has what led to it")
+        yield Finding("alarms", "fail", str(alarm), "`teimgr events` shows the history")
     for check in (_instances, _folders, _limits):
         try:
             yield from check(connection, rest)
         except Unauthenticated as error:
-            key = "the key that was sent is not one of the daemon's" if connection.api_key else "no key was sent"
+            key = "the daemon does not accept the key" if connection.api_key else "no key was sent"
             yield Finding("daemon", "fail", f"{error.message}; {key}", "give one: --api-key-file FILE, TEIMGR_API_KEY")
             break
         except TeimgrError as error:
-            yield Finding("daemon", "warn", f"not all could be asked: {error.message}", explain(error).do)
+            yield Finding("daemon", "warn", f"not all checks were possible: {error.message}", explain(error).do)
     yield from check_certificates(connection)
 
 
@@ -265,7 +263,7 @@ def _clock(timestamp: str, began: float, ended: float) -> Finding:
     try:
         theirs = datetime.fromisoformat(timestamp).timestamp()
     except ValueError:
-        return Finding("clock", "warn", "the daemon tells no time", "has it this version?")
+        return Finding("clock", "warn", "the daemon does not report its time", "does it have this version?")
     ahead = theirs - min(max(theirs, began), ended)
     if abs(ahead) > _CLOCK_LIMIT_S:
         advice = "synchronise both clocks (chrony, systemd-timesyncd): certificates and merged logs depend on them"
@@ -310,7 +308,7 @@ def _folders(connection: DaemonConnection, rest: RestClient) -> Iterator[Finding
             "disk", outcome, text, "" if outcome == "ok" else "make room: a full disk stops changes and starts"
         )
         if not is_writable(folder):
-            yield Finding("disk", "warn", f"{key} {folder} cannot be written by this user", "")
+            yield Finding("disk", "warn", f"{key} {folder} is not writable by this user", "")
 
 
 def _limits(connection: DaemonConnection, rest: RestClient) -> Iterator[Finding]:
@@ -347,7 +345,7 @@ def _validity(what: str, ends: float) -> Finding:
     outcome: Outcome = "fail" if days < 0 else "warn" if days < _FEW_DAYS else "ok"
     until = datetime.fromtimestamp(ends, UTC).date()
     text = f"{what} is valid for {max(days, 0):.0f} days, until {until}"
-    return Finding("tls", outcome, text, "" if outcome == "ok" else "renew it; the daemon reads changed files itself")
+    return Finding("tls", outcome, text, "" if outcome == "ok" else "renew it; the daemon reloads changed files")
 
 
 def write_bundle(file: Path, connection: DaemonConnection, findings: Sequence[Finding]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checks of this host for `teimgr doctor`, each a finding with advice."""
+"""Checks of this host for `teimgr doctor`, with advice."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from teimgr.config.settings import Settings, is_loopback
 from teimgr.errors import TeimgrError
 from teimgr.http.server import bind
 
-# Descriptors that a daemon with a hundred instances and their clients needs with room to spare.
+# More than enough descriptors for a daemon with a hundred instances and their clients.
 _OPEN_FILES = 8192
 _LOW_DISK_BYTES = 5 * 2**30
 _LOW_MEMORY_BYTES = 2 * 2**30
-# Of a worker beside its weights: measured on CPUs by `bench start`; on a card mostly the CUDA context, an estimate.
+# Memory of a worker besides its weights: measured on CPUs with `bench start`; estimated on a card (CUDA context).
 _WORKER_BYTES = 100 * 2**20
 _WORKER_BYTES_ON_A_CARD = 600 * 2**20
 _CONNECT_LIMIT_S = 1.0
 _TORCH_LIMIT_S = 120.0
-# Before this, a clock was never set; certificates and the hub's TLS fail with it.
-_EARLIEST_CLOCK = 1_735_689_600.0  # 2025-01-01
+_EARLIEST_CLOCK = 1_735_689_600.0  # 2025-01-01; TLS fails with an unset clock
 _TORCH_FACTS = (
     "import json, torch; print(json.dumps({'version': torch.__version__, 'cuda': torch.version.cuda,"
     " 'archs': torch.cuda.get_arch_list(), 'devices': torch.cuda.device_count()}))"
@@ -40,7 +39,7 @@ Outcome = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check: what was found, and what to do about it."""
+    """The result of one check, and advice."""
 
     check: str
     outcome: Outcome
@@ -142,7 +141,9 @@ def check_clock(settings: Settings) -> Iterator[Finding]:
     if now < _EARLIEST_CLOCK:
         yield Finding("clock", "fail", time.strftime("%Y-%m-%d", time.gmtime(now)), "set it: certificates fail")
     elif settings.state_file.exists() and settings.state_file.stat().st_mtime > now + 60.0:
-        yield Finding("clock", "warn", f"{settings.state_file} is of the future", "was the clock set back?")
+        yield Finding(
+            "clock", "warn", f"{settings.state_file} has a modification time in the future", "was the clock set back?"
+        )
     else:
         yield Finding("clock", "ok", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)))
 
@@ -193,7 +194,7 @@ def _models(settings: Settings) -> Iterator[Finding]:
         workers += replicas
         needed += replicas * (weights + beside)
     if absent:
-        text = f"not here yet, so of unknown size: {', '.join(dict.fromkeys(absent))}"
+        text = f"not downloaded, so of unknown size: {', '.join(dict.fromkeys(absent))}"
         yield Finding("models", "warn", text, "`teimgr models check MODEL` downloads one and measures it")
     if workers:
         free = sum(card.memory_free_bytes for card in inventory.gpus) if inventory.gpus else free_memory_bytes() or 0
@@ -218,7 +219,7 @@ def weight_bytes(model_id: str, revision: str | None = None) -> int | None:
     folder = local or (source.path if source else None)
     if folder is None:
         return None
-    kinds = ("*.safetensors", "*.bin", "*.pt")  # where the first are there, the others are not loaded
+    kinds = ("*.safetensors", "*.bin", "*.pt")  # by preference
     found = ([*folder.glob(kind), *folder.glob(f"*/{kind}")] for kind in kinds)
     return sum(file.stat().st_size for file in next(filter(None, found), []))
 

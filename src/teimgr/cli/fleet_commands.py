@@ -45,7 +45,7 @@ def _gpu_row(gpu: dict[str, Any]) -> tuple[Any, ...]:
 def usage(
     server: DaemonOptions,
     output: CommandOutput,
-    by: Annotated[str, typer.Option(help="Add up by some of key, instance and model.")] = "key,model",
+    by: Annotated[str, typer.Option(help="Group by any of key, instance and model.")] = "key,model",
 ) -> None:
     """List what API keys have used: tokens, texts, calls, refusals."""
     groups = [name.strip() for name in by.split(",")]
@@ -54,7 +54,7 @@ def usage(
         output.value(found)
         return
     if not found["enabled"]:
-        output.note("nothing is counted: the daemon requires no API keys")
+        output.note("usage is not counted: the daemon requires no API keys")
         return
     counts = ("tokens", "texts", "calls", "refused", "shadowed")
     rows = [[each[name] or "(no key)" for name in groups] + [each[name] for name in counts] for each in found["usage"]]
@@ -74,10 +74,12 @@ def templates(server: DaemonOptions, output: CommandOutput) -> None:
 def reload(
     server: DaemonOptions,
     output: CommandOutput,
-    plan: Annotated[bool, typer.Option("--plan", help="Show what would change, and change nothing.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Show the changes without applying them.")] = False,
     prune: Annotated[
         bool | None,
-        typer.Option("--prune/--no-prune", help="Delete instances that the file has no more; default: `prune_seeds`."),
+        typer.Option(
+            "--prune/--no-prune", help="Delete instances that are no longer in the file; default: `prune_seeds`."
+        ),
     ] = None,
 ) -> int:
     """Apply the daemon's changed configuration.
@@ -103,9 +105,9 @@ def _print(output: CommandOutput, result: Any) -> None:
         ("update", name, ", ".join(f"{key}={value}" for key, value in keys.items()))
         for name, keys in wanted["update"].items()
     ]
-    rows += [("left", name, "of an earlier configuration; --prune deletes it") for name in wanted["left"]]
+    rows += [("left", name, "from an earlier configuration; --prune deletes it") for name in wanted["left"]]
     if not rows:
-        output.note("nothing differs from what runs")
+        output.note("no changes")
         return
     if result["steps"]:
         rows = [row for row in rows if row[0] in ("setting", "left")]
@@ -116,14 +118,17 @@ def _print(output: CommandOutput, result: Any) -> None:
 def recommendations(
     server: DaemonOptions,
     output: CommandOutput,
-    apply: Annotated[str | None, typer.Option(help="Send the PATCH of the recommendation of this id.")] = None,
+    apply: Annotated[str | None, typer.Option(help="Apply the recommendation with this id.")] = None,
     window: Annotated[
-        int, typer.Option(help="Seconds to look at, and after which an applied change is judged.", min=1, max=3600)
+        int,
+        typer.Option(
+            help="Length of the observed window, and time until an applied change is judged.", min=1, max=3600
+        ),
     ] = 600,
 ) -> None:
     """List what to change about instances, why, and what that should bring.
 
-    An applied change is taken back if it does not bring that within the window.
+    An applied change without the expected effect is reverted after the window.
     """
     if apply is not None:
         made = server.rest.apply_recommendation(apply, window_secs=window)
@@ -137,7 +142,7 @@ def recommendations(
         output.value(found)
         return
     if not found["recommendations"]:
-        output.note(f"nothing to change by the last {window} s")
+        output.note(f"no recommendations from the last {window} s")
     else:
         output.table(("id", "finding", "change", "effect", "risk"), [_row(each) for each in found["recommendations"]])
     if found["applied"]:
@@ -235,7 +240,7 @@ def _place(worker: Mapping[str, Any]) -> str:
 def rebalance(
     server: DaemonOptions,
     output: CommandOutput,
-    plan: Annotated[bool, typer.Option("--plan", help="Show what would move, and change nothing.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Show the moves without making them.")] = False,
 ) -> int:
     """Move workers to where they would be placed now, if the fleet is more even then.
 

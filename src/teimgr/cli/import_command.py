@@ -19,7 +19,7 @@ from teimgr.errors import InvalidConfig, Refused
 if TYPE_CHECKING:
     from teimgr.cli.migration.draft import Draft
 
-_MODE = 0o600  # it may have API keys in it
+_MODE = 0o600  # the file may contain API keys
 _COLUMNS = ("key", "outcome", "in teimgr", "note")
 
 
@@ -40,7 +40,7 @@ def import_files(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
     env_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Variables of the compose files, in place of .env beside each."),
+        typer.Option(metavar="FILE", help="Variables of the compose files, instead of the .env beside each."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit status 8 if anything needs a decision.")] = False,
 ) -> int:

@@ -1,4 +1,4 @@
-"""`teimgr embed`, `rerank`, `classify` and `similarity`: texts of the command line over HTTP, whole files over gRPC."""
+"""`teimgr embed`, `rerank`, `classify` and `similarity`: texts of the command line over HTTP, files over gRPC."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from teimgr.errors import (
 # TEI's default limit of inputs in one request.
 _AT_ONCE = 32
 _SHOWN_VALUES = 5
-# Those of `client.corpus.sources`, whose import takes a second.
+# Copied from `client.corpus.sources`, whose import takes a second.
 _TEXT_FILES = (".parquet", ".jsonl", ".ndjson", ".csv", ".txt", ".arrow", ".feather")
 _EMBEDDING_FILES = ("embedding", "multi-vector")
 _EMBEDDING, _RERANKER, _CLASSIFIER = ("embedding",), ("reranker",), ("classifier",)
@@ -42,7 +42,7 @@ Instance = Annotated[
         "--instance",
         "-i",
         metavar="NAME",
-        help="Instance, or id of its model; not needed where only one fits.",
+        help="Instance or model id; optional if only one fits.",
         autocompletion=complete_instance,
     ),
 ]
@@ -53,7 +53,7 @@ Texts = Annotated[
     ),
 ]
 Truncate = Annotated[
-    bool, typer.Option("--truncate/--no-truncate", help="Cut texts that are too long, or refuse them.")
+    bool, typer.Option("--truncate/--no-truncate", help="Truncate texts that are too long, or refuse them.")
 ]
 
 
@@ -86,14 +86,14 @@ def embed(
     ] = None,
     float16: Annotated[bool, typer.Option("--float16", help="Half-precision vectors in the output file.")] = False,
     pool_factor: Annotated[
-        float | None, typer.Option(help="Keep 1 / this of the vectors per token of a file's documents.", min=1.0)
+        float | None, typer.Option(help="Keep one of this many token vectors of each document.", min=1.0)
     ] = None,
     batch_rows: Annotated[int, typer.Option(help="Rows of a file in one message.", min=1, max=65536)] = 2048,
     retry: Annotated[
-        float, typer.Option(metavar="S", help="How long to go on trying where the daemon does not serve.", min=0)
+        float, typer.Option(metavar="S", help="How long to retry while the daemon does not serve.", min=0)
     ] = 300.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output file that exists.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Forget an unfinished run of this output.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard an unfinished run for this output.")] = False,
     expect_fingerprint: Annotated[
         str | None,
         typer.Option(metavar="SPACE", help="Refuse vectors of another space: 64 hex digits, or SPACE/PRECISION."),
@@ -130,7 +130,7 @@ def _warn_of_files(output: CommandOutput, texts: Sequence[str], done: str, inste
     """Say which texts are the paths of images, documents or sounds, or of folders, which may be meant."""
     for path in filter(os.path.exists, texts):
         is_folder = Path(path).is_dir()
-        if os.sep in path if is_folder else _is_file_to_embed(Path(path)):  # a word may be the name of a folder
+        if os.sep in path if is_folder else _is_file_to_embed(Path(path)):  # a bare word may be a folder's name
             kind = "folder" if is_folder else "file"
             output.note(f"{path}: this text is {done}, and not the {kind} of that name: {instead}")
 
@@ -138,7 +138,7 @@ def _warn_of_files(output: CommandOutput, texts: Sequence[str], done: str, inste
 def _is_file_to_embed(path: Path) -> bool:
     if not path.suffix:
         return False
-    from teimgr.client.corpus.image_files import is_file_to_embed  # it imports pyarrow
+    from teimgr.client.corpus.image_files import is_file_to_embed  # imports pyarrow
 
     return is_file_to_embed(path)
 
@@ -217,7 +217,7 @@ def classify(
     name = chosen(rest, instance, _CLASSIFIER)
     found = []
     for piece in _pieces(_lines_or(texts)):
-        # A list of lists: a plain list of two texts would be a pair.
+        # Lists of one text, since TEI treats a plain list of two texts as a pair.
         body = {"inputs": [[text] for text in piece], "raw_scores": raw, "truncate": truncate}
         found += [
             {"text": text, "labels": labels}
@@ -246,7 +246,7 @@ def similarity(
     name = chosen(rest, instance, _EMBEDDING)
     _warn_of_files(output, [source, *texts], "compared", "the playground of the page compares pictures and sounds")
     scores: list[float] = []
-    for piece in _pieces(iter(given), _AT_ONCE - 1):  # the source counts as an input
+    for piece in _pieces(iter(given), _AT_ONCE - 1):  # the source is an input too
         body = {"inputs": {"source_sentence": source, "sentences": piece}}
         scores += _asked(rest, name, "similarity", body)
     order = sorted(range(len(given)), key=lambda at: -scores[at])
@@ -267,7 +267,7 @@ def chosen(rest: RestClient, wanted: str | None, kinds: Sequence[str]) -> str:
         return wanted
     try:
         instances = [each for each in rest.list() if each.status.value == "running"]
-    except Forbidden as error:  # a key for inference alone cannot list the instances to choose from
+    except Forbidden as error:  # a key with only the right inference cannot list instances
         raise AmbiguousInstance(f"which instance? {error.message}, which choosing one needs") from error
     if wanted is not None:
         fitting = [each.name for each in instances if each.model_id == wanted]
@@ -281,7 +281,7 @@ def chosen(rest: RestClient, wanted: str | None, kinds: Sequence[str]) -> str:
     return fitting[0]
 
 
-# What each kind of model is for, as a command.
+# Commands for each kind of model.
 _COMMANDS = {
     "embedding": "`teimgr embed TEXT -i {name}` or `teimgr similarity`",
     "reranker": "`teimgr rerank QUERY TEXT… -i {name}`",
@@ -309,7 +309,7 @@ def wrong_command(
     """The error with the kinds of model that the instance has and that are asked for, and one of `commands` by kind."""
     try:
         instances = rest.list()
-    except TeimgrError:  # a key for inference alone
+    except TeimgrError:  # a key with only the right inference
         return error
     kind = next((each.kind for each in instances if each.name == name), None)
     if kind is None or kind not in commands or kind == _WANTED[method]:

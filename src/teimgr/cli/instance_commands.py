@@ -43,8 +43,8 @@ _SHOWN_EVENTS = 3
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 
-Wait = Annotated[bool, typer.Option("--wait", "-w", help="Return when it serves, or failed.")]
-Timeout = Annotated[float, typer.Option(metavar="S", help="Seconds to wait at most.", min=0)]
+Wait = Annotated[bool, typer.Option("--wait", "-w", help="Return when it serves or has failed.")]
+Timeout = Annotated[float, typer.Option(metavar="S", help="Maximum seconds to wait.", min=0)]
 Tag = Annotated[
     list[str] | None, typer.Option("--tag", metavar="KEY[:VALUE]", help="Only with this tag; several must all match.")
 ]
@@ -122,7 +122,7 @@ def show(server: DaemonOptions, output: CommandOutput, name: Name) -> None:
         return
     output.table(("key", "value"), leaves(instance.details))
     if output.is_terminal:
-        with suppress(Forbidden):  # a key for some instances may not read the fleet's events
+        with suppress(Forbidden):  # a restricted key cannot read the fleet's events
             for event in server.rest.events([name], last=_SHOWN_EVENTS, follow=False):
                 say(event_line(event))
         for line in addresses(instance, server.connection.url) if instance.port else ():
@@ -180,9 +180,7 @@ def restart(
     server: DaemonOptions,
     output: CommandOutput,
     names: Names,
-    rolling: Annotated[
-        bool, typer.Option("--rolling", help="Without a gap: new workers start beside the old.")
-    ] = False,
+    rolling: Annotated[bool, typer.Option("--rolling", help="Start new workers before the old ones end.")] = False,
     wait: Wait = False,
     timeout: Timeout = 300.0,
 ) -> int:
@@ -198,7 +196,7 @@ def restart(
 def wait(
     server: DaemonOptions,
     output: CommandOutput,
-    names: Annotated[list[str] | None, typer.Argument(help="Names of instances; none: all that should run.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Names of instances; default: all that should run.")] = None,
     timeout: Timeout = 300.0,
 ) -> int:
     """Wait until instances serve.

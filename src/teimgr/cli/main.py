@@ -1,4 +1,4 @@
-"""The entry of `teimgr`: finds the module of a command, imports that one alone, and runs it (typer)."""
+"""The entry point of `teimgr`: imports only the module of the command and runs it (typer)."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 )
 GROUPS = MappingProxyType(
     {
-        "daemon": "The daemon that answers.",
-        "batch": "Files of requests that run behind all interactive calls.",
+        "daemon": "The running daemon.",
+        "batch": "Files of requests, computed with low priority.",
         "models": "Models: list, download, try out, delete.",
         "config": "A daemon's configuration file.",
         "cluster": "The hosts of a fleet on several hosts.",
@@ -99,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of `arguments` (default: `sys.argv`); returns the exit status."""
     _open_standard_streams()
     given = _compatible(list(sys.argv[1:] if arguments is None else arguments))
-    if given[:1] != ["serve"]:  # the daemon has its own folder for this
-        ensure_home(Path("/"))  # as container runtimes do
+    if given[:1] != ["serve"]:  # the daemon uses its own folder
+        ensure_home(Path("/"))  # like container runtimes
     try:
         status = app(given)(given, prog_name=PROGRAM, standalone_mode=False)
     except SystemExit as ended:
@@ -117,7 +117,7 @@ def _open_standard_streams() -> None:
     """Open standard streams that the caller has closed on /dev/null: a socket opened later would get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            stream = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free is this stream's
+            stream = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this stream's
             os.set_inheritable(stream, True)
             setattr(sys, name, os.fdopen(stream, mode))
 
@@ -193,15 +193,15 @@ _EXAMPLES = (
     ("teimgr ps", "list the instances"),
     ("teimgr embed 'some text'", "a vector; -o FILE embeds a whole file"),
     ("teimgr serve -c teimgr.toml", "the daemon with your configuration"),
-    ("teimgr doctor", "what is wrong with this host and its daemon"),
+    ("teimgr doctor", "check this host and its daemon"),
 )
-_REMOTE_NOTE = "To another daemon: --url, --api-key-file, --ca, --context and others; `teimgr -h` lists them."
+_REMOTE_NOTE = "For another daemon: --url, --api-key-file, --ca, --context and others; `teimgr -h` lists them."
 
 
 def _epilog(with_rich: bool) -> str:
     sections = (
         ("Examples:", 28, _EXAMPLES),
-        ("Options of every command that asks a daemon:", 17, connection_options()),
+        ("Options of every command that calls a daemon:", 17, connection_options()),
         ("Exit status:", 4, ((f"{int(code):>3}", meaning) for code, meaning in MEANINGS.items())),
     )
     if with_rich:

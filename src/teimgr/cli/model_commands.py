@@ -83,7 +83,7 @@ def check(
     gpu: Annotated[
         int | None, typer.Option("--gpu", help="Index of the GPU; default: the one with the most free memory.")
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, even if there is a GPU.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Run on the CPU, even if there is a GPU.")] = False,
     dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16", "int8"] | None, typer.Option()] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code of the model's own repository.")
@@ -106,7 +106,7 @@ def check(
         trial["code_revision"] = code_revision
     rest = server.rest
     with spinner(f"loading {model} in its own worker"):
-        rest.add_model(model)  # it may be a directory that is new to the daemon
+        rest.add_model(model)  # it may be a directory that is not listed yet
         found = rest.try_model(model, **trial)
     if output.as_json:
         output.value(found)
@@ -125,7 +125,7 @@ def remove(server: DaemonOptions, output: CommandOutput, model: HubModel) -> Non
     elif freed := found.get("cache_size_bytes"):
         say(f"deleted {found['model_id']}: {size(freed)}")
     else:
-        say(f"{found['model_id']}: nothing of it was in the cache; it is no longer listed")
+        say(f"{found['model_id']}: it was not in the cache; it is no longer listed")
 
 
 def _measurements(trial: Mapping[str, Any]) -> dict[str, str]:
@@ -134,7 +134,7 @@ def _measurements(trial: Mapping[str, Any]) -> dict[str, str]:
     return {
         "kind": f"{trial['kind']}, dimension {trial['dimension']}, up to {trial['max_input_length']} tokens",
         "runs on": f"{where}, {trial['dtype']}, {trial['batching']}",
-        "ready after": f"{trial['start_s']:.2f} s, of which loading {trial['load_s']:.2f} s",
+        "ready after": f"{trial['start_s']:.2f} s, including {trial['load_s']:.2f} s of loading",
         "speed": f"{trial['texts_per_s']:.0f} texts/s, {trial['tokens_per_s']:.0f} tokens/s",
         **_comparison(trial),
         "peak memory": ", ".join(f"{size(trial[key])} {word}" for key, word in sizes if key in trial) or "not known",

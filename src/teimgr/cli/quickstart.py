@@ -39,7 +39,7 @@ _SHOWN_LINES = 5
 
 
 def up(
-    once: Annotated[bool, typer.Option("--once", help="Embed one text, show the answer, and stop.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Embed one text, show the result, and stop.")] = False,
     model: Annotated[str | None, typer.Option(help="Another model, by hub id or directory.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the instance.")] = None,
     state: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the state and the logs.")] = Path(
@@ -127,7 +127,7 @@ def greet(
         started = time.monotonic()
         with contextlib.suppress(InstanceExists):
             client.create(instance, model)
-        with spinner(f"{instance} is starting: it loads the model and tries it"):
+        with spinner(f"{instance} is loading its model and running a self-test"):
             view = client.wait_until_running(instance, deadline_s=_READY_LIMIT_S)
         taken_s = time.monotonic() - started
         say(f"Instance {instance} is running on port {view.port}, ready after {taken_s:.1f} s.")

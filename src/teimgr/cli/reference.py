@@ -20,17 +20,17 @@ Results go to stdout, everything else to stderr. On a terminal results are table
 columns without headings, for `cut` and `awk`; with `--json` they are JSON. Progress goes to stderr.
 `teimgr --install-completion` installs completion for bash, zsh or fish, names of instances included.
 
-A failure is up to three lines: what failed, `why:`, and `next:`, what to do about it; with `--json` an object `error`
-of `what`, `why`, `do` and `code`.
+A failure has up to three lines: what failed, `why:`, and `next:`, the remedy; with `--json` an object `error` with
+`what`, `why`, `do` and `code`.
 """
 _CONNECTION = """## Which daemon
 
-Every command of a running daemon takes the options below; `bench-client` and `python -m teimgr.client` find it in the
-same way. Flags replace single values of what follows. With `--context NAME` the environment is not read. Without it the
-environment counts, then the context of `TEIMGR_CONTEXT`, else the current one (`teimgr context use NAME`); where
-`TEIMGR_URL` is set, no context is read. Key and certificates belong to the address that they are given with: where
-another source replaces that address, they are not sent. Contexts are in `~/.config/teimgr/contexts.toml`, which only
-its owner can read, or in the file `TEIMGR_CONTEXTS`.
+Every command that calls a daemon has the options below; `bench-client` and `python -m teimgr.client` use the same
+sources. Flags override single values. With `--context NAME` the environment is not read. Without it the environment is
+used, then the context in `TEIMGR_CONTEXT`, then the current one (`teimgr context use NAME`); if `TEIMGR_URL` is set, no
+context is read. Key and certificates belong to the address of the same source: if another source replaces the address,
+they are not sent. Contexts are stored in `~/.config/teimgr/contexts.toml`, which only its owner can read, or in the
+file `TEIMGR_CONTEXTS`.
 """
 
 

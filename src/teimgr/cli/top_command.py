@@ -1,4 +1,4 @@
-"""`teimgr top`: load of every instance, from the difference of two pages of metrics."""
+"""`teimgr top`: load of every instance, from the difference of two scrapes of the metrics."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class MetricsPage:
-    """One page of metrics: values by name and instance, added up over other labels, and buckets of durations.
+    """One scrape: values by name and instance, summed over other labels, and buckets of durations.
 
-    `_REFUSED` has the refusals among the failures.
+    `_REFUSED` are the refusals among the failures.
     """
 
     moment: float
@@ -59,10 +59,10 @@ class MetricsPage:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
-    """Load of one instance between two pages. Rates are per second, latencies milliseconds, memory bytes per worker.
+    """Load of one instance between two scrapes. Rates per second, latencies in ms, memory in bytes per worker.
 
-    `busy` is the share of the time with a batch on a worker's device. `errors` have no refusals, which are `refused`.
-    None: nothing was measured in that time.
+    `busy` is the fraction of the time with a batch on a worker's device. `errors` exclude refusals, which are in
+    `refused`. None: not measured in that time.
     """
 
     name: str

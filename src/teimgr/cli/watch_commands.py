@@ -1,4 +1,4 @@
-"""`teimgr logs` and `events`: what happened, and with `--follow` what happens."""
+"""`teimgr logs` and `events`: past lines and events, and with `--follow` new ones."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from teimgr.client.rest_values import InstanceEvent
 from teimgr.observability.shown_text import one_line, several_lines
 from teimgr.spec import EVENTS
 
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones until Ctrl-C.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new ones until Ctrl-C.")]
 DAEMON = "(daemon)"
-_WAITING_LINES = 1000  # of all followed logs; their readers wait while as many are not printed
+_WAITING_LINES = 1000  # not yet printed lines of all followed logs; readers wait at the limit
 Only = tuple[str | None, str | None]
-"""The lowest level, and the time from which on."""
+"""The minimum level and the earliest time."""
 _LEVEL_COLOURS = {"WARNING": "yellow", "WARN": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
 _SHOWN_APART = ("ts", "level", "logger", "message", "exception")
 
@@ -39,10 +39,12 @@ def logs(
         typer.Argument(help="Names of instances.", autocompletion=complete_instance, show_default=False),
     ] = None,
     follow: Follow = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="How many past lines; 0: all.", min=0)] = 100,
-    level: Annotated[str | None, typer.Option(help="Lowest level, such as warning.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of past lines; 0: all.", min=0)] = 100,
+    level: Annotated[str | None, typer.Option(help="Minimum level, such as warning.")] = None,
     since: Annotated[str | None, typer.Option(metavar="TIME", help="RFC 3339, or seconds ago.")] = None,
-    daemon: Annotated[bool, typer.Option("--daemon", help="The daemon's own log, with who changed what.")] = False,
+    daemon: Annotated[
+        bool, typer.Option("--daemon", help="The daemon's own log, including an audit of changes.")
+    ] = False,
     every: Annotated[bool, typer.Option("--all", help="The logs of all instances.")] = False,
 ) -> None:
     """Print the log of an instance, of several in the order of time, or of the daemon.
@@ -145,7 +147,7 @@ def events(
         list[str] | None,
         typer.Option(help=f"Only of this kind, several: {', '.join(EVENTS)}.", autocompletion=completes(EVENTS)),
     ] = None,
-    last: Annotated[int, typer.Option("--last", "-n", help="How many past events.", min=0)] = 50,
+    last: Annotated[int, typer.Option("--last", "-n", help="Number of past events.", min=0)] = 50,
 ) -> None:
     """Print the fleet's events.
 

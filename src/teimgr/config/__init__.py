@@ -1,4 +1,4 @@
-"""Settings of the daemon: declaration, sources (TOML, environment, flags), validation. Validation of instances' keys.
+"""Settings of the daemon: declaration, sources (TOML, environment, flags), validation.
 
-The keys of instances are declared in `spec.py`.
+Also validates keys of instances, which are declared in `spec.py`.
 """

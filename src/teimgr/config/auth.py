@@ -1,4 +1,4 @@
-"""`[auth]`: authentication settings, their rules, and the policy that the listeners enforce."""
+"""`[auth]`: authentication settings, their rules, and the resulting policy."""
 
 # ruff: noqa: RUF009  `_key` is dataclasses.field with metadata; it makes a new field at every call
 
@@ -41,9 +41,11 @@ class Mtls:
     server_cert: Path = field(metadata=declared("certificate of this server"))
     server_key: Path = field(metadata=declared("private key of this server"))
     allow_self_signed: bool = _key(False, "accepted and ignored: a client's chain to ca_cert is always verified")
-    verify_subject: bool = _key(True, "let in only the subjects of allowed_subjects, where that list is not empty")
-    allowed_subjects: tuple[str, ...] = _key((), "'CN=indexer', or several attributes; one entry must fit the subject")
-    verify_san: bool = _key(False, "let in only the names of allowed_sans, where that list is not empty")
+    verify_subject: bool = _key(True, "accept only allowed_subjects, if that list is not empty")
+    allowed_subjects: tuple[str, ...] = _key(
+        (), "'CN=indexer', or several attributes; one entry must match the subject"
+    )
+    verify_san: bool = _key(False, "accept only allowed_sans, if that list is not empty")
     allowed_sans: tuple[str, ...] = _key((), "subject alternative names, 'indexer.local' or 'DNS:indexer.local'")
 
     def rules(self) -> CertificateRules:
@@ -54,7 +56,7 @@ class Mtls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTls:
-    """`[auth.tls]`: TLS of both listeners without certificates of clients, so that keys do not travel in the clear."""
+    """`[auth.tls]`: TLS of both listeners without client certificates, to encrypt API keys."""
 
     server_cert: Path = field(metadata=declared("certificate of this server"))
     server_key: Path = field(metadata=declared("private key of this server"))
@@ -64,33 +66,35 @@ class ServerTls:
 class ApiKeyEntry:
     """`[[auth.api_keys]]`: one key. A literal key is kept as its SHA-256 only."""
 
-    name: str = field(metadata=declared("who has the key; shown in logs and refusals"))
+    name: str = field(metadata=declared("owner of the key; shown in logs and refusals"))
     key: str | None = _key(None, "the key itself, at least 16 characters", secret=True)
     key_sha256: str | None = _key(None, "its SHA-256 in hex, as 'teimgr key new' prints it", secret=True)
-    key_file: Path | None = _key(None, "a file with the key in it")
-    key_env: str | None = _key(None, "an environment variable with the key in it")
+    key_file: Path | None = _key(None, "file that contains the key")
+    key_env: str | None = _key(None, "environment variable that contains the key")
     rights: tuple[Literal["admin", "inference", "read"], ...] = field(
-        metadata=declared("what it may do; none includes another")
+        metadata=declared("its rights; no right includes another")
     )
-    instances: tuple[str, ...] | None = _key(None, "names or globs of the instances it is for; default: all")
+    instances: tuple[str, ...] | None = _key(None, "names or globs of its instances; default: all")
     max_workers: int = _key(
-        DEFAULT_MAX_WORKERS, "workers that its instances may have together, if it is for some instances", 1, 65536
+        DEFAULT_MAX_WORKERS, "maximum workers of all its instances, if it is restricted to some", 1, 65536
     )
-    tokens_per_second: int | None = _key(None, "tokens a second that its calls may have", 1, _MAX_TOKENS)
+    tokens_per_second: int | None = _key(None, "quota of tokens per second", 1, _MAX_TOKENS)
     burst_tokens: int | None = _key(
         None,
-        "tokens allowed at once after a pause, and so the largest call; default: 10 seconds of tokens",
+        "burst of tokens, which also limits a single call; default: 10 seconds of tokens",
         1,
         _MAX_TOKENS,
     )
-    tokens_per_day: int | None = _key(None, "tokens a day, from midnight in UTC", 1, _MAX_DAILY_TOKENS)
-    concurrent_tokens: int | None = _key(None, "tokens of calls that are not answered yet", 1, _MAX_TOKENS)
-    weight: int = _key(1, "its share of a busy instance, relative to those of other keys", 1, 1000)
-    priority: Literal["high", "normal", "low"] = _key("normal", "its calls go before those of keys with a lower one")
-    shadow: bool = _key(False, "count the calls that its quotas would refuse, and refuse none")
+    tokens_per_day: int | None = _key(None, "quota of tokens per day, from midnight UTC", 1, _MAX_DAILY_TOKENS)
+    concurrent_tokens: int | None = _key(None, "quota of tokens in unanswered calls", 1, _MAX_TOKENS)
+    weight: int = _key(1, "its share of a busy instance, relative to other keys", 1, 1000)
+    priority: Literal["high", "normal", "low"] = _key(
+        "normal", "its calls are computed before those of keys with a lower priority"
+    )
+    shadow: bool = _key(False, "count the calls that its quotas would refuse, without refusing them")
 
     def __post_init__(self) -> None:
-        # A key that is too short, or given twice, is refused by the rules.
+        # The rules refuse a key that is too short or given twice.
         if self.key is not None and self.key_sha256 is None and len(self.key) >= MIN_KEY_CHARS:
             object.__setattr__(self, "key_sha256", digest(self.key))
             object.__setattr__(self, "key", None)
@@ -137,7 +141,7 @@ class ApiKeyEntry:
 class Auth:
     """`[auth]`: authentication of callers; off by default."""
 
-    enabled: bool = _key(False, "verify callers by the providers below, by each of them")
+    enabled: bool = _key(False, "verify callers with each of the providers")
     providers: tuple[str, ...] = _key((), "'mtls', 'api_keys' or both")
     require_cert_headers: bool = _key(False, "must stay false: a certificate in a header proves nothing")
     mtls: Mtls | None = _key(None, "the table of the provider mtls")
@@ -159,12 +163,12 @@ class Auth:
         if self.mtls and self.mtls.allow_self_signed:
             yield "auth.mtls.allow_self_signed is ignored: clients must present a chain to ca_cert"
         if self.mtls and self.mtls.allowed_sans and not self.mtls.verify_san:
-            yield "auth.mtls.allowed_sans is not looked at: verify_san is false"
+            yield "auth.mtls.allowed_sans is ignored: verify_san is false"
         if self.api_keys and not self.requires(API_KEYS):
             yield f"auth.api_keys are not required: auth.enabled must be true and {API_KEYS!r} one of auth.providers"
         if self.requires(API_KEYS):
             yield (
-                "the instances' own ports require none of auth.api_keys: keep instance_host on this machine, or give "
+                "the instances' own ports do not use auth.api_keys: keep instance_host on this machine, or give "
                 "instances their own key (extra_args --api-key)"
             )
 
@@ -215,7 +219,7 @@ def _certificates(auth: Auth) -> Iterator[ConfigFault]:
     if auth.requires(MTLS) and auth.mtls is None:
         yield ConfigFault("auth.mtls", "mTLS provider enabled but mtls config missing")
     if auth.requires(MTLS) and auth.tls is not None:
-        yield ConfigFault("auth.tls", "must be absent where mtls is a provider: [auth.mtls] has the files")
+        yield ConfigFault("auth.tls", "must be absent if mtls is a provider: [auth.mtls] has the files")
     files = auth.files()
     if files is None:
         return

@@ -47,9 +47,9 @@ def _count(value: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TeiFlag:
-    """`read` converts the text; `field` is that of WorkerSpec, None for a flag without effect, for the reason `why`.
+    """`read` converts the text. `field` is a field of WorkerSpec, or None for a flag without effect; `why` explains it.
 
-    The value of a boolean may be absent, which means true; the values of a flag that `repeats` are a tuple.
+    A boolean without a value is true; the values of a flag that `repeats` are a tuple.
     """
 
     read: Callable[[str], Any] = str
@@ -83,18 +83,18 @@ FLAGS: dict[str, TeiFlag] = {
     "--payload-limit": TeiFlag(_count, "payload_limit_bytes"),
     API_KEY_FLAG: TeiFlag(_secret, "api_key"),
     "--cors-allow-origin": TeiFlag(str, "cors_allow_origin", repeats=True),
-    # Accepted without effect: teimgr settles these elsewhere.
+    # Accepted without effect.
     "--tokenization-workers": TeiFlag(_count, why="the tokenizer runs on the worker's own threads: key threads"),
-    "--prometheus-port": TeiFlag(why="the port of te_* metrics is the instance's own key prometheus_port"),
-    "--hostname": TeiFlag(why="instance_host of the settings is the address of all instances"),
-    "--uds-path": TeiFlag(why="no back end is reached by a socket"),
-    "--otlp-endpoint": TeiFlag(why="endpoint of [otel] is that of the daemon and all its workers"),
-    "--otlp-service-name": TeiFlag(why="service_name of [otel] is that of the daemon and all its workers"),
-    "--json-output": TeiFlag(_boolean, why="logs are stored as JSON; log_format is how the daemon prints its own"),
-    "--disable-spans": TeiFlag(_boolean, why="log lines have trace_id and span_id where there is a trace"),
+    "--prometheus-port": TeiFlag(why="use the instance's key prometheus_port"),
+    "--hostname": TeiFlag(why="use the setting instance_host, which applies to all instances"),
+    "--uds-path": TeiFlag(why="there is no backend process with a socket"),
+    "--otlp-endpoint": TeiFlag(why="use [otel] endpoint, which applies to the daemon and all workers"),
+    "--otlp-service-name": TeiFlag(why="use [otel] service_name, which applies to the daemon and all workers"),
+    "--json-output": TeiFlag(_boolean, why="logs are always JSON; log_format sets the format of the daemon's stdout"),
+    "--disable-spans": TeiFlag(_boolean, why="log lines of a trace have trace_id and span_id"),
 }
 
-# Refused: ignoring these would change what is served, or to whom.
+# Refused, since ignoring these would change results or access.
 REFUSED: dict[str, str] = {
     "--model-id": "the model is the instance's own field model_id",
     "--port": "the port is the instance's own field port",
@@ -139,7 +139,7 @@ def _take(rest: list[str]) -> tuple[str, TeiFlag, str]:
     """Remove the next flag and its value from `rest`."""
     name, equals, value = rest.pop(0).partition("=")
     if name in REFUSED:
-        raise InvalidConfig(f"extra_args: {name} is not taken here: {REFUSED[name]}")
+        raise InvalidConfig(f"extra_args: {name} is not supported: {REFUSED[name]}")
     if name not in FLAGS:
         near = get_close_matches(name, [*FLAGS, *REFUSED], n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(FLAGS)}"
@@ -188,7 +188,7 @@ def key_faults(spec: InstanceSpec, path: str = "") -> Iterator[ConfigFault]:
     """Keys with a value that they cannot have, or not together."""
     given = {name: value for name in KEYS if (value := getattr(spec, name)) is not getattr(_DEFAULTS, name)}
     for name, value in given.items():
-        allowed = "\n\t" if name == "extra_args" else ""  # prompts have lines
+        allowed = "\n\t" if name == "extra_args" else ""  # prompts may have several lines
         if any(has_controls(text, allowed) for text in _texts(value)):
             yield ConfigFault(join(path, name), "cannot have control characters")
     if not spec.model_id:
@@ -212,10 +212,10 @@ def _scaling_faults(spec: InstanceSpec) -> Iterator[tuple[str, str]]:
     if spec.max_replicas and spec.min_replicas > spec.max_replicas:
         yield "min_replicas", f"must be <= max_replicas, {spec.max_replicas} (got {spec.min_replicas})"
     if spec.min_replicas == 0 and spec.load != "on_demand":
-        yield "min_replicas", "0 needs load = 'on_demand': no call would start an eager instance again"
+        yield "min_replicas", "0 needs load = 'on_demand', since calls do not start an eager instance"
     if spec.scale_down_wait_ms >= spec.scale_up_wait_ms:
         crossed = f"must be below scale_up_wait_ms, {spec.scale_up_wait_ms} (got {spec.scale_down_wait_ms})"
-        yield "scale_down_wait_ms", f"{crossed}: else replicas would come and go in turns"
+        yield "scale_down_wait_ms", f"{crossed}: otherwise replicas would be added and removed alternately"
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -230,7 +230,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 RESTRICTED_BATCH_TOKENS = 131_072
-"""The most that a key for some instances may ask for; four times what a card is given by default."""
+"""Limit for restricted keys; four times the largest default of a card."""
 
 
 def check_allowed(spec: InstanceSpec, settings: Settings) -> None:
@@ -241,7 +241,7 @@ def check_allowed(spec: InstanceSpec, settings: Settings) -> None:
     """
     if runs_remote_code(spec) and not settings.allow_remote_code:
         raise ValidationError(
-            "trust_remote_code: code of models is off; allow_remote_code = true in the settings allows it"
+            "trust_remote_code: code of models is disabled; the setting allow_remote_code = true enables it"
         )
     if problem := _outside(spec, settings):
         raise ValidationError(f"model_id: {problem}")

@@ -15,31 +15,31 @@ from teimgr.observability.telemetry import Exporting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuxConfig:
-    """One mux process; `port` 0 is a free one, which `stats` reports. It serves from the first snapshot on."""
+    """One mux process, which serves after the first snapshot. `port` 0: a free port, which `stats` reports."""
 
     host: str
     port: int
-    control_socket: str  # for the daemon; it exists once the gRPC port is bound
+    control_socket: str  # for the daemon; created after the gRPC port is bound
     max_message_bytes: int = 40 * 1024 * 1024  # in either direction
-    max_parallel_streams: int = 1024  # messages of one stream that may be in flight
-    request_timeout_s: float = 30.0  # of a single call, 0 for none; batches and streams have none
+    max_parallel_streams: int = 1024  # messages of one stream in flight
+    request_timeout_s: float = 30.0  # of a unary call; 0: unlimited. Batches and streams have no limit
     max_connection_age_s: float = 0.0  # after which clients are asked to reconnect, 0 for never
-    connection_grace_s: float = 300.0  # for the calls that are open then
+    connection_grace_s: float = 300.0  # for open calls
     orphan_grace_s: float = 300.0  # without any daemon connection; then the process stops
     run_dir: str = ""  # of the run files, mode 0700
     tls: TlsFiles | None = None
-    processes: int = 1  # that share the port; each has its part of the limits on memory and open calls
-    socket: str = ""  # Unix socket of gRPC, an absolute path; empty: none
+    processes: int = 1  # share the port, and the limits of memory and open calls
+    socket: str = ""  # absolute path of the Unix socket of gRPC; empty: none
     socket_mode: int = 0o600  # its permissions
-    on_demand_models: tuple[str, ...] = ()  # patterns of model ids that calls may have loaded
+    on_demand_models: tuple[str, ...] = ()  # patterns of model ids that calls may load
     worker_wait_s: float = 0.0  # how long a call waits for a worker that restarts
     log_level: str = "info"
     log_format: str = "json"
     otel: Exporting | None = None
-    node: str = ""  # in a fleet of several hosts this one's name, and the folder of its certificate
+    node: str = ""  # this host's name in a cluster
     identity_dir: str = ""
-    # Of a mux that the daemon controls from another host: its name for this life of the process, the descriptor of the
-    # socket on which it listens for the daemon, and whether that sends the certificates of the gRPC port.
+    # For a mux controlled by a daemon on another host: the incarnation of the process, the descriptor of its listener
+    # for the daemon, and whether the daemon sends the certificates of the gRPC port.
     incarnation: str = ""
     control_fd: int = -1
     tls_from_daemon: bool = False

@@ -1,8 +1,8 @@
-"""Conversion of plain values (TOML, environment) to frozen dataclasses; faults carry the path of the value.
+"""Conversion of plain values (TOML, environment) to frozen dataclasses; faults have the path of the value.
 
-The dataclass is the only description: its annotations are the types, the `Key` in a field's metadata has the limits.
-Supported annotations: bool, int, float, str, Path, `X | None`, `tuple[X, ...]`, `Mapping[str, X]`, dataclasses,
-and Literal of strings, also beside a number.
+Types are the dataclass's annotations; limits are in the `Key` of a field's metadata. Supported annotations: bool, int,
+float, str, Path, `X | None`, `tuple[X, ...]`, `Mapping[str, X]`, dataclasses, and Literal of strings, also in a union
+with a number.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ def convert(value: object, annotation: Any, path: str, key: DeclaredKey | None =
     Raises:
         ConfigFaults: It has another type, or is outside the limits of `key`.
     """
-    if annotation is Any:  # checked where its meaning is known
+    if annotation is Any:  # checked by its user
         return value
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (Union, types.UnionType):  # of a Literal and another type, text is meant as the Literal
+    if origin in (Union, types.UnionType):  # in a union with a Literal, strings are the Literal's
         kinds = [kind for kind in arguments if kind is not types.NoneType]
         chosen = [kind for kind in kinds if (get_origin(kind) is Literal) is isinstance(value, str)]
         return convert(value, (chosen or kinds)[0], path, key)
@@ -194,7 +194,7 @@ def unknown_word(word: str, known: Collection[str]) -> str:
     return f"unknown {word!r}; {nearest(word, known) if known else 'the list is empty'}"
 
 
-_NEAR = 0.6  # of 0 to 1: `nope` is not near to `page`
+_NEAR = 0.6  # minimum similarity, 0 to 1
 
 
 def nearest(name: str, known: Collection[str]) -> str:

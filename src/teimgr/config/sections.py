@@ -1,4 +1,4 @@
-"""Sections of the settings: `[cluster]`, a fleet of several hosts by Ray; `[batches]`; `[on_demand]`."""
+"""Sections of the settings: `[cluster]` (several hosts with Ray), `[batches]`, `[on_demand]`."""
 
 # ruff: noqa: RUF009  `key` is dataclasses.field with metadata; it makes a new field at every call
 
@@ -18,42 +18,45 @@ from teimgr.spec import U16, U32, UNPRIVILEGED_PORT, key
 
 MAX_LABELS = 64
 MIN_RAY_PORTS = 16
-"""Six of Ray's servers; each worker and Ray's own processes have one each."""
+"""Minimum: Ray's servers need six, each worker and each process of Ray one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
-    """Times are seconds. Without an address the fleet is this host alone, and nothing of Ray is imported or started."""
+    """Times are in seconds. Without an address the fleet has one host, and Ray is neither imported nor started."""
 
-    address: str = key("", "ADDRESS:PORT of this host where Ray serves and other hosts join; empty: this host alone")
+    address: str = key("", "ADDRESS:PORT of this host for Ray and for hosts that join; empty: a fleet of one host")
     node: str = key("", "name of this host in the fleet; empty: its host name")
-    labels: Mapping[str, str] = key(dict, "labels of this host, which instances may ask for: {zone: a}")
+    labels: Mapping[str, str] = key(dict, "labels of this host that instances can require: {zone: a}")
     enrolment_port: int = key(
-        0, "port of `address` where hosts join and renew their certificates; 0: the one after that of `address`", 0, U16
+        0, "port where hosts join and renew certificates; 0: the port after that of `address`", 0, U16
     )
     token_file: Path | None = key(
-        None, "Ray's token, made where it is absent; hosts that join get it; default: ray-token beside the state file"
+        None,
+        "file of Ray's token, created if absent and sent to hosts that join; default: ray-token beside the state file",
     )
     ray_dir: Path | None = key(
         None, "folder of Ray's sessions, at most 40 bytes long; default: ray/ in run_dir, or one in /tmp"
     )
-    ray_port_start: int = key(0, "first port of Ray beside that of address, for firewalls; 0: any free port", 0, U16)
+    ray_port_start: int = key(0, "first port of Ray besides that of address, for firewalls; 0: any free port", 0, U16)
     ray_port_end: int = key(0, "port after the last one of Ray", 0, U16 + 1)
-    mux_per_host: bool = key(False, "a multiplexer on every host, on grpc_port there; else on this host alone")
+    mux_per_host: bool = key(False, "run a multiplexer on grpc_port of every host; false: only on this host")
     models_from: ModelsFrom = key(
         "hub-first",
         "where a host looks for a model that its cache lacks; neighbours are the other hosts, asked at once where the "
         "hub is offline",
     )
-    models_mb_per_sec: int = key(200, "MiB per second that each host sends of model files to others, in all", 1, U16)
+    models_mb_per_sec: int = key(200, "MiB per second of model files that each host sends to others", 1, U16)
     store: Literal["memory", "rocksdb"] = key(
-        "memory", "where Ray keeps its tables; rocksdb outlives a restart of Ray, and is alpha in Ray 2.60"
+        "memory", "storage of Ray's tables; rocksdb survives a restart of Ray, and is alpha in Ray 2.60"
     )
-    placement_timeout_secs: float = key(30.0, "a worker that Ray has not placed by then fails to start", 1, 3600)
-    health_check_period_secs: float = key(1.0, "time between two checks of a host by Ray", 0.1, 600)
-    health_check_timeout_secs: float = key(1.0, "a check of a host that takes longer has failed", 0.1, 600)
+    placement_timeout_secs: float = key(30.0, "time limit for Ray to place a worker", 1, 3600)
+    health_check_period_secs: float = key(1.0, "interval of Ray's checks of a host", 0.1, 600)
+    health_check_timeout_secs: float = key(1.0, "time limit of a check of a host", 0.1, 600)
     health_check_failures: int = key(3, "failed checks in a row after which a host is lost", 1, 100)
-    head_outage_secs: int = key(600, "hosts without a connection to Ray's head end their workers after so long", 1, U32)
+    head_outage_secs: int = key(
+        600, "hosts end their workers after this time without a connection to Ray's head", 1, U32
+    )
     object_store_mb: int = key(
         80, "shared memory of Ray's object store on each host, MiB; vectors never use it", 76, U32
     )
@@ -130,13 +133,11 @@ def address_on_host(host: str, head: str, own: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """Limits of the files and batches that `/v1/files` and `/v1/batches` keep, in the folder `batches` beside the state
-    file. Sizes are MiB or KiB as the names state.
-    """
+    """Limits of `/v1/files` and `/v1/batches`, which use the folder `batches` beside the state file."""
 
     enabled: bool = key(True, "serve /v1/files and /v1/batches")
     max_file_mb: int = key(200, "largest uploaded file, MiB", low=1, high=U32)
-    max_key_mb: int = key(4096, "files of one API key, the results of its batches included, MiB", low=1, high=U32)
+    max_key_mb: int = key(4096, "files of one API key, including results of its batches, MiB", low=1, high=U32)
     max_total_mb: int = key(16384, "files of all keys, MiB", low=1, high=U32)
     max_files: int = key(1000, "files of one API key", low=1, high=100_000)
     max_batches: int = key(100, "unfinished batches of one API key", low=1, high=10_000)
@@ -146,17 +147,17 @@ class BatchSettings:
     )
     concurrency: int = key(64, "requests of all batches in the workers at a time", low=1, high=1024)
     retention_days: int = key(
-        30, "ended batches, and files that name no expires_after, are deleted after so long", low=1, high=3650
+        30, "days until ended batches, and files without expires_after, are deleted", low=1, high=3650
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnDemandSettings:
-    """A call that names a model id of `models` gets an instance made for it, with `load = "on_demand"`."""
+    """A call with a model id in `models` creates an instance of it, with `load = "on_demand"`."""
 
-    models: tuple[str, ...] = key((), "patterns of hub ids, such as 'BAAI/bge-*', that calls may load; none: no model")
-    idle_timeout_secs: int = key(600, "idle_timeout_secs of the instances that calls make", low=0, high=U32)
-    max_instances: int = key(100, "instances that calls may have made at a time", low=1, high=10_000)
+    models: tuple[str, ...] = key((), "patterns of hub ids, such as 'BAAI/bge-*', that calls may load; empty: no model")
+    idle_timeout_secs: int = key(600, "idle_timeout_secs of instances created by calls", low=0, high=U32)
+    max_instances: int = key(100, "maximum number of instances created by calls", low=1, high=10_000)
 
 
 def allows(patterns: Sequence[str], model_id: str) -> bool:

@@ -42,7 +42,7 @@ from teimgr.spec import (
     path_prefix,
 )
 
-# A mux binds its socket under its own name, with its process id behind a dot, and moves it to the path.
+# A mux binds its socket with its process id appended to the name, then renames it.
 GRPC_SOCKET_BYTES = SOCKET_PATH_BYTES - len(".4194304")
 # A browser's Origin header has no path and no default port.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", re.IGNORECASE)
@@ -53,11 +53,11 @@ TEI_BINARY = "text-embeddings-router"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Otel:
-    """`[otel]`: export of traces. Trace context is passed to the workers even where none is exported."""
+    """`[otel]`: export of traces. Workers get the trace context even without export."""
 
-    endpoint: str = key("", "collector of OTLP, http://host:4317; empty: no export", also="TEI_MANAGER_OTEL_ENDPOINT")
+    endpoint: str = key("", "OTLP collector, http://host:4317; empty: no export", also="TEI_MANAGER_OTEL_ENDPOINT")
     service_name: str = key("tei-manager", "service.name of the traces")
-    sample_ratio: float = key(1.0, "share of the traces begun here that is kept", low=0, high=1)
+    sample_ratio: float = key(1.0, "fraction of the traces started here that is kept", low=0, high=1)
     deployment_environment: str = key("", "deployment.environment.name of the traces; empty: none")
 
 
@@ -65,15 +65,15 @@ class Otel:
 class Webhook:
     """`[[webhooks]]`: receivers of fleet events, by POST."""
 
-    url: str = field(metadata=declared("where the events are posted"))
-    events: tuple[str, ...] = key((), "kinds of events that are sent; empty: all")
+    url: str = field(metadata=declared("URL to which events are posted"))
+    events: tuple[str, ...] = key((), "kinds of events to send; empty: all")
     secret: str = key("", "signs each body with HMAC-SHA256 in X-Teimgr-Signature; empty: unsigned", secret=True)
     timeout_secs: float = key(10.0, "limit of one POST", low=0.1, high=600)
-    max_attempts: int = key(5, "tries of one event, with growing pauses, before it is given up", low=1, high=100)
+    max_attempts: int = key(5, "attempts to deliver an event, with growing pauses", low=1, high=100)
 
 
 class Listener(NamedTuple):
-    """A TCP port of the daemon: the key that has it, what it is called, its address."""
+    """A TCP port of the daemon: its key, its description, its address."""
 
     key: str
     noun: str
@@ -103,7 +103,7 @@ class Settings:
     )
     health_port: int | None = key(
         None,
-        "a port for probes at the REST address, without key or TLS: /livez and /readyz answer one word; default: none",
+        "a port for probes at the REST address, without key or TLS: /livez and /readyz; default: none",
         low=UNPRIVILEGED_PORT,
         high=U16,
         label="health port",
@@ -129,7 +129,7 @@ class Settings:
         high=I64,
     )
     grpc_max_connection_age_grace_secs: int = key(
-        300, "time in which calls open at that age may finish before the connection is closed", low=1, high=I64
+        300, "time for open calls to finish before such a connection is closed", low=1, high=I64
     )
     api_socket: Path | None = key(None, f"Unix socket of REST beside the port, at most {SOCKET_PATH_BYTES} bytes")
     grpc_socket: Path | None = key(
@@ -139,10 +139,10 @@ class Settings:
     )
     socket_mode: Literal["0600", "0660", "0666"] = key("0600", "permissions of both Unix sockets")
     mux_processes: int = key(1, "multiplexer processes that share the gRPC port", low=1, high=256)
-    arrow_output_dtype: Literal["f32", "f16"] = key("f32", "element type of Arrow replies whose request has none")
+    arrow_output_dtype: Literal["f32", "f16"] = key("f32", "element type of Arrow replies, unless the request sets it")
 
     inference_max_body_mb: int = key(
-        32, "largest body of an inference request over HTTP, MiB; at most the gRPC limit counts", low=1, high=2047
+        32, "largest body of an inference request over HTTP, MiB; the gRPC limit also applies", low=1, high=2047
     )
     inference_timeout_secs: int = key(300, "limit of an inference request over HTTP; 0: none", low=0, high=I64)
 
@@ -181,16 +181,16 @@ class Settings:
     max_instances: int | None = key(None, "maximum number of instances; default: no limit", low=1, high=U32)
     host_memory_budget_mib: int | None = key(
         None,
-        "memory of each host that workers may take, MiB; default: what the system or the cgroup has",
+        "memory of each host for workers, MiB; default: limit of the system or cgroup",
         low=1,
         high=U32,
     )
     gpu_memory_budget_mib: int | None = key(
-        None, "memory of each GPU that workers may take, MiB; default: what the driver reports", low=1, high=U32
+        None, "memory of each GPU for workers, MiB; default: as reported by the driver", low=1, high=U32
     )
     memory_check: bool = key(
         True,
-        "refuse to start a worker that does not fit into the memory that the ledger has free; false: start it anyway",
+        "refuse to start a worker that does not fit into the free memory of the ledger; false: start it anyway",
     )
     max_client_batch_size: int = key(32, "maximum texts of one HTTP call on the TEI routes", low=1, high=U32)
 
@@ -202,10 +202,10 @@ class Settings:
 
     media_url_hosts: tuple[str, ...] = key(
         (),
-        "hosts, 'images.example' or 'minio:9000', whose files may be linked to in requests; none: links are refused",
+        "hosts, 'images.example' or 'minio:9000', whose files requests may link to; empty: links are refused",
     )
     media_url_networks: tuple[str, ...] = key(
-        (), "networks such as 10.0.0.0/8 in which these hosts may be, in addition to public addresses"
+        (), "networks such as 10.0.0.0/8 allowed for these hosts, in addition to public addresses"
     )
 
     state_dir: Path = key(Path("state"), "folder of the state file, logs and run files, unless those are given")
@@ -229,20 +229,20 @@ class Settings:
 
     config_watch_secs: int = key(
         0,
-        "how often the configuration file is checked; if its content has changed, it is reloaded; 0: never",
+        "interval of checks of the configuration file, which is reloaded after a change; 0: never",
         low=0,
         high=86400,
     )
     auto_restore_on_restart: bool = key(True, "start with the instances of the state file; false: only with the seeds")
-    startup_timeout_secs: int = key(300, "a start that takes longer has failed", low=1, high=I64)
+    startup_timeout_secs: int = key(300, "time limit of a start", low=1, high=I64)
     graceful_shutdown_timeout_secs: int = key(
         30, "time to finish accepted calls before a kill; shared by all processes when the daemon ends", low=0, high=I64
     )
     orphan_grace_secs: int = key(300, "a worker or mux stops after this time without a daemon", low=0, high=I64)
     health_check_interval_secs: int = key(
-        10, "time between two probes of an instance", low=1, high=I64, also="TEI_MANAGER_HEALTH_CHECK_INTERVAL"
+        10, "interval of probes of an instance", low=1, high=I64, also="TEI_MANAGER_HEALTH_CHECK_INTERVAL"
     )
-    health_probe_timeout_secs: int = key(10, "a probe that takes longer has failed", low=1, high=I64)
+    health_probe_timeout_secs: int = key(10, "time limit of a probe", low=1, high=I64)
     max_failures_before_restart: int = key(
         3, "failed probes in a row before a restart; 0: never restart for a probe", low=0, high=U32
     )
@@ -254,39 +254,39 @@ class Settings:
     )
     worker_wait_secs: float = key(
         5.0,
-        "how long a call, within its deadline, waits for an instance whose worker is being restarted; 0: not at all",
+        "how long a call waits, within its deadline, for a worker that restarts; 0: not at all",
         low=0,
         high=86400,
     )
     restart_backoff_max_secs: float = key(30.0, "longest wait between two restarts", low=0, high=86400)
     auto_max_batch_tokens_per_gib: int = key(
         2048,
-        'tokens for each GiB of free GPU memory, where max_batch_tokens is "auto" (or 0)',
+        'tokens per GiB of free GPU memory, if max_batch_tokens is "auto" (or 0)',
         low=1,
         high=U32,
         live=True,
     )
-    gpu_preflight: Literal["warn", "fail"] = key("warn", "what to do about a GPU that this build of torch cannot use")
+    gpu_preflight: Literal["warn", "fail"] = key("warn", "reaction to a GPU that this build of torch does not support")
     cpu_worker_nice: int = key(
-        10, "niceness of CPU workers, so that the multiplexer goes first; bulk work gets six more", low=0, high=13
+        10, "niceness of CPU workers, so that the multiplexer has priority; bulk work gets six more", low=0, high=13
     )
     tei_binary_path: str = key(
         TEI_BINARY, "accepted and ignored: teimgr's workers run the model, no binary is started", also="TEI_BINARY_PATH"
     )
 
     allow_remote_code: bool = key(False, "instances may set trust_remote_code, to run code of a model's repository")
-    allow_pickled_weights: bool = key(True, "instances may load weights from pickled files; false: safetensors alone")
+    allow_pickled_weights: bool = key(True, "instances may load weights from pickled files; false: only safetensors")
     strict_model_files: bool = key(False, "refuse a model whose files have unknown or contradictory keys; false: warn")
     local_model_roots: tuple[str, ...] = key(
         (), "directories below which a model_id may be a path; empty: anywhere, for keys without restriction"
     )
     models: tuple[str, ...] = key((), "models that the registry lists from the start: hub ids or directories")
-    model_downloads: int = key(2, "downloads of the registry at a time; others wait", low=1, high=64)
+    model_downloads: int = key(2, "concurrent downloads of the registry; others wait", low=1, high=64)
     templates: Mapping[str, Mapping[str, Any]] = key(
         dict, "keys of instances by name, for seeds and requests that name one", live=True
     )
     instances: tuple[InstanceSpec, ...] = key(
-        (), "seeds: instances that are created if the state has none of their name", live=True
+        (), "seeds: instances created if the state has no instance of that name", live=True
     )
     prune_seeds: bool = key(False, "a reload deletes instances that only an earlier configuration listed", live=True)
     aliases: Mapping[str, str] = key(dict, "further names in requests: alias to instance name or model id", live=True)
@@ -295,9 +295,9 @@ class Settings:
     )
     webhooks: tuple[Webhook, ...] = key((), "receivers of fleet events", live=True)
     auth: Auth | None = key(None, "authentication; default: off", live=True)
-    batches: BatchSettings = key(BatchSettings, "files and batches in OpenAI's form")
+    batches: BatchSettings = key(BatchSettings, "OpenAI's files and batches")
     on_demand: OnDemandSettings = key(OnDemandSettings, "models that calls may load without a declared instance")
-    cluster: ClusterSettings = key(ClusterSettings, "several hosts, by Ray")
+    cluster: ClusterSettings = key(ClusterSettings, "several hosts, with Ray")
     otel: Otel = key(Otel, "export of traces")
 
     def __post_init__(self) -> None:
@@ -340,9 +340,9 @@ class Settings:
             host = getattr(self, name)
             # TLS covers the two shared listeners, never the instances' own ports.
             if not is_loopback(host) and (not verified or name == "instance_host"):
-                yield f"{name} = {host!r}: anyone who reaches this address may call, without authentication"
+                yield f"{name} = {host!r}: anyone who can connect to this address may call without authentication"
             elif not is_loopback(host) and self.tls_files is None:
-                yield f"{name} = {host!r}: API keys travel in the clear; give [auth.tls], or put TLS in front"
+                yield f"{name} = {host!r}: API keys are sent unencrypted; configure [auth.tls] or a TLS proxy"
 
     def missing_models(self) -> Iterator[ConfigFault]:
         """Seeds whose model can only be a directory, which is missing: a fault now, though it may be mounted later."""
@@ -376,8 +376,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-# Rules that a key alone cannot express; each function yields the faults of one. The messages keep tei-manager's words,
-# which scripts look for.
+# Rules between keys; each function yields the faults of one rule. Scripts match tei-manager's messages, which are kept.
 
 
 def faults(settings: Settings) -> Iterator[ConfigFault]:
@@ -439,7 +438,7 @@ def _sockets(settings: Settings) -> Iterator[ConfigFault]:
             yield ConfigFault(name, f"must be a path of at most {most} bytes (got {size}, as an absolute path)")
     rest, grpc = settings.api_socket, settings.grpc_socket
     if rest is not None and grpc is not None and rest.absolute() == grpc.absolute():
-        yield ConfigFault("grpc_socket", f"{grpc} is the api_socket too")
+        yield ConfigFault("grpc_socket", f"{grpc} is also the api_socket")
 
 
 def _caught(path: str, check: Callable[[Any], object], value: object) -> Iterator[ConfigFault]:
@@ -500,7 +499,7 @@ def _aliases(settings: Settings) -> Iterator[ConfigFault]:
     for alias, target in settings.aliases.items():
         path = f"aliases.{alias}"
         if not alias or not target:
-            yield ConfigFault(path, "neither an alias nor what it stands for may be empty")
+            yield ConfigFault(path, "neither an alias nor its target may be empty")
         if alias in seeds:
             yield ConfigFault(path, "is the name of an instance")
         if target in settings.aliases:

@@ -1,8 +1,8 @@
 """Sources of the settings, by precedence: built-in default < TOML file < environment < command line.
 
-A scalar key `k` is read from the environment as `TEIMGR_K`, and under tei-manager's name where it had one; `TEIMGR_`
-wins. All faults of a file are reported together, each with its line, its path and the nearest known key. The rules
-between keys are checked once each key is valid on its own.
+A scalar key `k` is read from the environment as `TEIMGR_K`, or under tei-manager's name, if any; `TEIMGR_` wins. All
+faults of a file are reported together, each with its line, its path and the nearest known key. Rules between keys are
+checked after each key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from teimgr.config.settings import Otel, Settings, faults
 from teimgr.errors import InvalidConfig
 from teimgr.spec import KEYS, DeclaredKey, InstanceKey, InstanceSpec, key_of, updatable
 
-# Variables of the workers, which have no key: `engine/native_library.py`, `engine/gpu_kernels/forward_graphs.py`.
+# Variables of workers without a key (`engine/native_library.py`, `engine/gpu_kernels/forward_graphs.py`).
 _WORKER_VARIABLES = ("TEIMGR_NATIVE", "TEIMGR_CUDA_GRAPHS", "TEIMGR_AGENT", "TEIMGR_LISTEN_ADDRESS")
 
 
@@ -96,7 +96,7 @@ def _paths(value: object, path: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The sources of the settings. `overrides` are the command line's keys; None means not given."""
+    """The sources of the settings. `overrides` are keys of the command line; None: not given."""
 
     file: Path | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -105,9 +105,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Settings, and the source of each key that was given, by its path; the others have their defaults.
+    """Settings, and the source of each given key by its path; other keys have their defaults.
 
-    `digest` is the SHA-256 of the file's content, of none without a file.
+    `digest` is the SHA-256 of the file's content, or of b"" without a file.
     """
 
     settings: Settings
@@ -143,7 +143,7 @@ def read(source: Source, content: bytes | None = None) -> Configuration:
             raise InvalidConfig("\n".join([*located, *of_variables, *of_tls]))
     except ConfigFaults as error:
         raise InvalidConfig("\n".join(_located(fault, source.file, lines) for fault in error.faults)) from error
-    except RecursionError as error:  # of arrays and tables in one another, and of dotted keys
+    except RecursionError as error:  # too deeply nested
         raise InvalidConfig(f"{source.file}: nested too deep") from error
     return Configuration(settings, sources | dict.fromkeys(given, "command line"), digest_of(content))
 
@@ -188,7 +188,7 @@ def with_template(
 
 
 class Scalar(NamedTuple):
-    """One key that an environment variable can give; of the `variables` the last one wins."""
+    """One key that environment variables can set; the last of `variables` wins."""
 
     path: tuple[str, ...]
     annotation: Any
@@ -213,7 +213,7 @@ CLIENT_VARIABLES = frozenset(
         *("COMPLETE", "JOIN_TOKEN"),
     )
 )
-"""Variables of commands, most of `client/connection.py`, which the shell of a daemon may have too."""
+"""Variables of commands (most in `client/connection.py`), which may also be set for a daemon."""
 
 
 def unread_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
@@ -252,7 +252,7 @@ def _text(content: bytes, file: Path | None) -> str:
     try:
         text = content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
         tomllib.loads(text)
-    except ValueError as error:  # TOML syntax, or bytes that are no UTF-8
+    except ValueError as error:  # invalid TOML or UTF-8
         raise InvalidConfig(f"{file}: {error}") from error
     return text
 
@@ -323,7 +323,7 @@ def _from_environment(
             if (text := environ.get(variable)) is None:
                 continue
             *table, name = scalar.path
-            kind = Otel if table else Settings  # the one table that has variables is `[otel]`
+            kind = Otel if table else Settings  # only the table `[otel]` has variables
             try:
                 value = schema.read(kind, {name: schema.from_text(text, scalar.annotation)})
             except (ValueError, ConfigFaults) as error:
@@ -333,12 +333,12 @@ def _from_environment(
             yield ".".join(scalar.path), variable
 
 
-# The settings in effect, key by key, with the source of each value; secrets are not shown.
+# The settings in effect, with the source of each value and without secrets.
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One key: its table ("" at the top, `instances[0]` for the first seed), its plain value, and its source."""
+    """One key: its table ("" at the top, `instances[0]` for the first seed), plain value and source."""
 
     table: str
     key: str

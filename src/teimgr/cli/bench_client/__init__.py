@@ -2,7 +2,7 @@
 
 import os
 
-# Silences gRPC core's log of a failed connection: the command prints one line itself.
+# Silences gRPC core's log of a failed connection, which the command reports itself.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from teimgr.cli.bench_client.command import main

@@ -50,7 +50,7 @@ _QUERY = "How does semantic search find a passage?"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send to `instance`: `count` texts (None: all of the file, or 10,000 made ones), `timeout_s` per call."""
+    """Load for `instance`: `count` texts (None: all of the file, or 10,000 generated ones), `timeout_s` per call."""
 
     instance: str
     mode: str = "standard"
@@ -61,7 +61,7 @@ class Load:
     normalize: bool = True
     max_message_bytes: int = 100 * 1024 * 1024
     timeout_s: float = 120.0
-    tried_first: bool = False  # send the first text once before all of them, and no more where it fails
+    tried_first: bool = False  # send the first text alone, and stop if it fails
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,7 +125,7 @@ async def _run(load: Load, endpoint: str, tls: Tls, api_key: str | None) -> int:
         await channel.connect(_CONNECT_S)
         if load.tried_first:
             tried = await _MODES[load.mode](channel, load, texts[:1], lambda count: None)
-            if tried.error is not None and not isinstance(tried.error, Overloaded):  # so would all others fail
+            if tried.error is not None and not isinstance(tried.error, Overloaded):  # all others would fail too
                 raise tried.error
         with _progress(len(texts), f"{load.mode} {load.instance}") as progress:
             outcome = await _MODES[load.mode](channel, load, texts, progress)
@@ -197,14 +197,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="http://host:port, https:// for TLS, or unix:/path; else TEIMGR_URL or a context",
     )
-    add("-i", "--instance", metavar="NAME", help="the instance that answers")
+    add("-i", "--instance", metavar="NAME", help="the instance to load")
     modes = "unary Embed calls, EmbedArrow, or Rerank of batches"
     add("-m", "--mode", choices=("standard", "arrow", "rerank"), default="standard", help=modes)
     add("-n", "--num-texts", type=_positive, metavar="N", help="texts to send (10000; with --texts: all its lines)")
     add(
         "-b", "--batch-size", type=_positive, default=100, metavar="N", help="calls in flight, or texts per batch (100)"
     )
-    add("--texts", type=Path, metavar="FILE", help="send the lines of this file, plain or .lz4, instead of made texts")
+    add(
+        "--texts",
+        type=Path,
+        metavar="FILE",
+        help="send the lines of this file, plain or .lz4, instead of generated texts",
+    )
     add("--cert", type=Path, metavar="PATH", help="client certificate, PEM")
     add("--key", type=Path, metavar="PATH", help="its private key, PEM")
     add("--ca", type=Path, metavar="PATH", help="certificate authority of the server, PEM")
@@ -214,10 +219,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--insecure",
         action="store_true",
-        help="expect the server's certificate to name localhost; it is verified still",
+        help="expect the server's certificate to name localhost; it is still verified",
     )
     add("--noop", action="store_true", help="arrow mode: replies of zeros, without running the model")
-    add("--no-normalize", action="store_true", help="vectors as they are, for models that offer no other")
+    add("--no-normalize", action="store_true", help="unnormalized vectors, for models without normalization")
     add("--max-message-size-mb", type=_positive, default=100, metavar="N", help="largest message either way (100)")
     add("--timeout-secs", type=_seconds, default=120.0, metavar="S", help="limit of one call (120)")
     return parser
@@ -292,7 +297,7 @@ class Outcome:
     duration_s: float = 0.0
     latencies_ms: list[float] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
-    error: TeimgrError | None = None  # of the last call that failed
+    error: TeimgrError | None = None  # of the last failed call
 
     def fail(self, texts: int, error: TeimgrError) -> None:
         """Count the texts of a call that failed."""
