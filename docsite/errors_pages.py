@@ -8,7 +8,7 @@ from docsite.markdown import MADE_BY, code, document, table
 from teimgr.cli.failures import exit_status
 from teimgr.errors import Code, error_from_code
 from teimgr.observability.troubleshooting import ADVICE, meaning, repetition
-from teimgr.wire.error_bodies import CODE_KEY, PUSHBACK_KEY, STATUS, TRY_AGAIN
+from teimgr.wire.status import CODE_KEY, PUSHBACK_KEY, STATUS, TRY_AGAIN
 
 _GRPC_NAMES = {kind.value[0]: kind.name for kind in StatusCode}
 _REFERENCE_HEAD = f"""# Errors

@@ -5,7 +5,7 @@
     ├── TryLater     the request is valid, but cannot be served now
     └── Broken       a failure on our side
 
-HTTP and gRPC status codes are in `wire/error_bodies.py`.
+HTTP and gRPC status codes are in `wire/status.py`.
 """
 
 from __future__ import annotations

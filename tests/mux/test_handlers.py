@@ -32,13 +32,13 @@ from teimgr.mux.handlers import InferenceCall, MuxHandlers
 from teimgr.mux.health import MuxHealth
 from teimgr.mux.process import GrpcServer
 from teimgr.spec import RouteEntry, RoutingSnapshot, State
-from teimgr.wire.error_bodies import PUSHBACK_KEY, STATUS
 from teimgr.wire.frames import Flag, Method
 from teimgr.wire.grpc_core import health_reflection
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2 as mux_pb2
 from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.router import Router
+from teimgr.wire.status import PUSHBACK_KEY, STATUS
 
 Status = grpc.StatusCode
 STOPPED = RouteEntry("off", "quiet-model", State.STOPPED)

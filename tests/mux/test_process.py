@@ -40,8 +40,8 @@ from teimgr.http.http2.stream import Stream
 from teimgr.http.server import bind
 from teimgr.mux.process import GrpcServer, tls_context
 from teimgr.spec import RouteEntry, State
-from teimgr.wire.error_bodies import CODE_KEY
 from teimgr.wire.grpc_core.rpc import FILES, RPCS, SERVICE, Rpc, Shape
+from teimgr.wire.status import CODE_KEY
 
 Status = grpc.StatusCode
 

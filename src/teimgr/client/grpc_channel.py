@@ -22,8 +22,8 @@ from teimgr.errors import (
     Unreachable,
     error_from_code,
 )
-from teimgr.wire.error_bodies import CODE_KEY, PUSHBACK_KEY
 from teimgr.wire.spaces import EXPECT_KEY
+from teimgr.wire.status import CODE_KEY, PUSHBACK_KEY
 
 MAX_CALLS = 512
 """Calls of one request that a channel has under way at most."""

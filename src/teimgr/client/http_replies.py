@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from teimgr.client.server_address import ServerAddress, Tls
 from teimgr.errors import Code, Internal, Refused, TeimgrError, ValidationError, error_from_code
-from teimgr.wire.error_bodies import CODE_KEY, STATUS
 from teimgr.wire.spaces import EXPECT_KEY
+from teimgr.wire.status import CODE_KEY, STATUS
 
 JsonObject = Mapping[str, Any]
 Query = Mapping[str, int | str] | list[tuple[str, str]]

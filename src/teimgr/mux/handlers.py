@@ -38,7 +38,6 @@ from teimgr.mux.forwarding import (
 from teimgr.mux.health import MuxHealth, StandardServices
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, TRACEPARENT, TRACESTATE, RequestContext, Telemetry
 from teimgr.spec import LANE_KEY
-from teimgr.wire.error_bodies import CANCELLED, INTERNAL, GrpcStatus, status_name
 from teimgr.wire.frames import Method
 from teimgr.wire.grpc_core.rpc import BUDGET_WAIT_S, BY_PATH, Rpc, RpcStream, Shape
 from teimgr.wire.grpc_core.streams import STREAM_PAUSE_S
@@ -48,6 +47,7 @@ from teimgr.wire.routing.links import WorkerReply
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelLoads
 from teimgr.wire.routing.router import Router, RouterView, router_view
 from teimgr.wire.spaces import EXPECT_KEY
+from teimgr.wire.status import CANCELLED, INTERNAL, GrpcStatus, status_name
 
 _log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from teimgr.errors import InvalidInput, TeimgrError, Unauthenticated
 from teimgr.http.auth.policy import CertificateNames, PolicyInForce, Right, authenticate_call
 from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.spec import RouteEntry, State
-from teimgr.wire.error_bodies import INTERNAL, NOT_FOUND, UNIMPLEMENTED, GrpcStatus
 from teimgr.wire.grpc_core import health_reflection
 from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection, StandardCalls
 from teimgr.wire.grpc_core.rpc import FILES, RpcStatusError, RpcStream
+from teimgr.wire.status import INTERNAL, NOT_FOUND, UNIMPLEMENTED, GrpcStatus
 
 log = logging.getLogger(__name__)
 _NO_INSTANCE = "\0"

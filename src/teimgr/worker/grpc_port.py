@@ -24,7 +24,6 @@ from teimgr.http.http2.stream import Stream, StreamLost
 from teimgr.http.turns import TURNS_OF
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, RequestContext
 from teimgr.spec import LANE_KEY, Kind
-from teimgr.wire.error_bodies import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
 from teimgr.wire.frames import in_lane
 from teimgr.wire.grpc_core import health_reflection
 from teimgr.wire.grpc_core.health_reflection import NOT_SERVING, SERVING, HealthService, Reflection, StandardCalls
@@ -43,6 +42,7 @@ from teimgr.wire.grpc_core.streams import STREAM_PAUSE_S, PairCollector, StreamP
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.protobuf import Octets
 from teimgr.wire.spaces import EXPECT_KEY
+from teimgr.wire.status import NOT_FOUND, UNAUTHENTICATED, UNIMPLEMENTED, GrpcStatus
 from teimgr.worker.calls import AwaitedReply, MethodCall
 from teimgr.worker.dispatcher import Dispatcher, masked
 from teimgr.worker.methods import handle

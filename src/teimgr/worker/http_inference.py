@@ -31,10 +31,11 @@ from teimgr.models.source import names_a_path
 from teimgr.observability.shown_text import in_own_words
 from teimgr.spec import LoadedModel, WorkerSpec
 from teimgr.wire import json_pieces, json_scan
-from teimgr.wire.error_bodies import INPUT_INDEX, JSON_TYPE, TEI, TEI_OPENAI, refusal
+from teimgr.wire.error_bodies import JSON_TYPE, TEI, TEI_OPENAI, refusal
 from teimgr.wire.frames import Buffer, HttpReply, HttpRequest
 from teimgr.wire.gil import free
 from teimgr.wire.spaces import EXPECT_FIELD
+from teimgr.wire.status import INPUT_INDEX
 from teimgr.worker import body_validation
 from teimgr.worker.calls import (
     MANY_NUMBERS,

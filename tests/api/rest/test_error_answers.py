@@ -24,7 +24,7 @@ from teimgr.config.auth import ApiKeyEntry, Auth
 from teimgr.config.settings import Settings
 from teimgr.errors import Code, TeimgrError, error_from_code
 from teimgr.observability.troubleshooting import ADVICE
-from teimgr.wire.error_bodies import STATUS
+from teimgr.wire.status import STATUS
 
 
 @pytest.mark.clause("M2.7-traversal")

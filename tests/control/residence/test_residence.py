@@ -26,8 +26,8 @@ from teimgr.errors import (
     Unavailable,
 )
 from teimgr.spec import Incident, InstanceSpec, RouteEntry, State
-from teimgr.wire.error_bodies import retry_after_s
 from teimgr.wire.routing.directory import Directory
+from teimgr.wire.status import retry_after_s
 
 
 class ScriptedOwner:

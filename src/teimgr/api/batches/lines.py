@@ -25,9 +25,9 @@ from teimgr.http.bodies import is_json
 from teimgr.http.byte_budget import ByteBudget
 from teimgr.observability.request_context import CURRENT, RequestContext
 from teimgr.wire import error_bodies, json_pieces, json_scan
-from teimgr.wire.error_bodies import TRY_AGAIN
 from teimgr.wire.frames import HttpReply
 from teimgr.wire.routing.links import ConnectionLost
+from teimgr.wire.status import TRY_AGAIN
 
 MAX_ID_CHARS = 512
 MAX_MODEL_CHARS = 4096

@@ -60,7 +60,7 @@ from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import CURRENT, current_tenant
 from teimgr.spec import KEEP_ALIVE, LANE_KEY, LOAD_NS, InstanceView, RouteEntry
 from teimgr.wire import error_bodies
-from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OLLAMA, OPENAI, STATUS, TEI_OPENAI, VLLM, WEAVIATE
+from teimgr.wire.error_bodies import INFINITY, JSON_TYPE, OLLAMA, OPENAI, TEI_OPENAI, VLLM, WEAVIATE
 from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.frames import (
     MAX_HEAD_BYTES,
@@ -78,6 +78,7 @@ from teimgr.wire.routing.links import LinkLimits
 from teimgr.wire.routing.on_demand import NO_LOADS, ModelStays, ReturningWorkers, as_unloaded, call_when_ready
 from teimgr.wire.routing.router import Lease, Router, router_view
 from teimgr.wire.spaces import EXPECT_KEY
+from teimgr.wire.status import STATUS
 from teimgr.wire.tenants.table import FILE as TENANTS_FILE
 from teimgr.worker.tenant_meter import EntryMeters
 

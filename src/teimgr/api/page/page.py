@@ -41,7 +41,7 @@ from teimgr.http.auth.sessions import Sessions, is_same_origin
 from teimgr.http.bodies import SlowClient, foreign_page, path_prefix_of, read_limited
 from teimgr.http.turns import LISTING
 from teimgr.spec import InstanceView, State, updatable
-from teimgr.wire.error_bodies import STATUS
+from teimgr.wire.status import STATUS
 
 log = logging.getLogger(__name__)
 

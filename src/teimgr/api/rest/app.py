@@ -91,7 +91,7 @@ from teimgr.observability.exposition import Sample
 from teimgr.observability.log_source import FleetLogs, LocalLogs
 from teimgr.observability.metrics import DaemonMetrics
 from teimgr.observability.request_context import CURRENT, REQUEST_ID, Telemetry
-from teimgr.wire.error_bodies import STATUS
+from teimgr.wire.status import STATUS
 
 docs = APIRouter(include_in_schema=False)
 _OPENAPI = "/openapi.json"

@@ -25,7 +25,8 @@ from teimgr.http.docs_page import HEADERS, html_document, prose
 from teimgr.observability.shown_text import in_own_words
 from teimgr.observability.troubleshooting import ADVICE, meaning, repetition
 from teimgr.spec import now_rfc3339
-from teimgr.wire.error_bodies import OPENAI, STATUS, TRY_AGAIN, failure, refusal, retry_after_s
+from teimgr.wire.error_bodies import OPENAI, failure, refusal
+from teimgr.wire.status import STATUS, TRY_AGAIN, retry_after_s
 
 log = logging.getLogger(__name__)
 

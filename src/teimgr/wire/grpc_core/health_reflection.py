@@ -23,8 +23,8 @@ from teimgr.errors import Overloaded
 from teimgr.http.byte_budget import ByteBudget, Places
 from teimgr.http.http2.connection import MAX_TASKS
 from teimgr.http.http2.stream import Stream
-from teimgr.wire.error_bodies import INVALID_ARGUMENT, NOT_FOUND
 from teimgr.wire.grpc_core.rpc import RpcStream
+from teimgr.wire.status import INVALID_ARGUMENT, NOT_FOUND
 
 HEALTH_FILE: FileDescriptor = health_pb2.DESCRIPTOR
 HEALTH_SERVICE: str = HEALTH_FILE.services_by_name["Health"].full_name

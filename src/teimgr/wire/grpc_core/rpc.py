@@ -22,12 +22,12 @@ from teimgr.http.byte_budget import ByteBudget, Charge
 from teimgr.http.http2.headers import Headers
 from teimgr.http.http2.stream import Stalled, Stream
 from teimgr.spec import Kind
-from teimgr.wire.error_bodies import GrpcStatus
 from teimgr.wire.frames import MAX_DEADLINE_MS, Flag, Method
 from teimgr.wire.pb.tei.v1 import tei_pb2
 from teimgr.wire.pb.tei_multiplexer.v1 import multiplexer_pb2
 from teimgr.wire.pb.teimgr.v1 import arrow_pb2
 from teimgr.wire.protobuf import TARGET_FIELD, Envelope, Octets, Slice, read_envelope
+from teimgr.wire.status import GrpcStatus
 
 SERVICE = multiplexer_pb2.DESCRIPTOR.services_by_name["TeiMultiplexer"]
 FILES: tuple[FileDescriptor, ...] = (tei_pb2.DESCRIPTOR, multiplexer_pb2.DESCRIPTOR, arrow_pb2.DESCRIPTOR)

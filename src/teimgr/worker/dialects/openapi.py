@@ -26,13 +26,13 @@ from teimgr.wire.error_bodies import (
     OLLAMA,
     OPENAI,
     SIE,
-    STATUS,
     TEI,
     TEI_OPENAI,
     VLLM,
     VOYAGE,
     WEAVIATE,
 )
+from teimgr.wire.status import STATUS
 from teimgr.worker.dialects import cohere, infinity, ollama, openai, rerank, sie, tei, tokens, vllm, voyage, weaviate
 
 _TAG = "Text Embeddings Inference"
