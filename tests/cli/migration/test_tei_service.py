@@ -99,6 +99,14 @@ def test_a_dense_by_its_path_needs_a_decision(converted_service: Convert) -> Non
     assert "services.tei.command --dense-path" in done.decisions()
 
 
+def test_two_default_prompts_need_a_decision(converted_service: Convert) -> None:
+    done = converted_service(f"{IMAGE}\ncommand: --model-id m --default-prompt x --default-prompt-name query\n")
+
+    own = "services.tei.command --default-prompt"
+    assert [key for key in done.decisions() if key.startswith(own)] == [own, f"{own}-name"]
+    assert done.instances == [{"name": "tei", "model_id": "m"}]
+
+
 def test_what_is_not_known_is_reported_and_left_out(converted_service: Convert) -> None:
     done = converted_service(
         f"{IMAGE}\ncommand: --model-id m stray --unknown x --dtype int4 --max-batch-tokens 0 --json-output\n"

@@ -41,6 +41,8 @@ _OTHER_VARIABLES = {
     "MKL_ENABLE_INSTRUCTIONS": "not used by PyTorch here",
     "GRPC_MAX_PARALLEL_STREAM_REQUESTS": "grpc_max_parallel_streams of the settings is that of the daemon",
 }
+_DEFAULT_PROMPTS = frozenset(("--default-prompt", "--default-prompt-name"))
+_ONE_PROMPT = "left out: TEI refuses --default-prompt beside --default-prompt-name"
 _UNKNOWN = "not a flag of TEI 1.9: left out"
 _KEY_NOTE = "only the file's owner can read it; it guards the instance's own port, not the daemon's ports"
 _CPU_NOTE = "TEI's type on CPUs; without it `auto` may be a faster 16-bit type, cosine 0.9995 or more"
@@ -89,7 +91,11 @@ def variable_of(flag: str) -> str:
 def put_flags(instance: InstanceDraft, options: Mapping[str, Option]) -> None:
     """Give an instance the flags of TEI: a key where there is one, `extra_args` otherwise; each has a finding."""
     place = instance.place
+    conflict = _DEFAULT_PROMPTS if options.keys() >= _DEFAULT_PROMPTS else frozenset[str]()
     for name, option in options.items():
+        if name in conflict:
+            place.found(option.key, KeyOutcome.DECIDE, note=_ONE_PROMPT)
+            continue
         if name in REFUSED:
             if name == "--dense-path":  # it may name another Dense than modules.json does, of another width
                 place.found(option.key, KeyOutcome.DECIDE, note=REFUSED[name])

@@ -19,7 +19,7 @@ static const int64_t ns_per_s = 1000000000, s_per_day = 86400, most_rows = 256; 
 
 typedef _Atomic int64_t word;
 
-// A charge, as `Receipt` of quotas.py, and for how long to wait where it is refused. The first five are set by the caller:
+// A charge, as `Receipt` of wire/tenants/table.py, and for how long to wait where it is refused. The first five are set by the caller:
 // where the tenant's words are, and its tokens in flight in this worker's row, NULL where they are not counted, and in the
 // first row, where the number of rows is, and how many words they are apart.
 struct tenant_receipt {
@@ -73,7 +73,7 @@ static int is_over_day(struct tenant_receipt *receipt, int64_t tokens, int64_t d
     if (daily == 0) return 0;
     int64_t before = atomic_load(tenant + SPENT), used;
     do {
-        if (before >> DAY_SHIFT == day + 1) day++;  // as _charged_day of quotas.py
+        if (before >> DAY_SHIFT == day + 1) day++;  // as _charged_day of wire/tenants/table.py
         used = tokens + (before >> DAY_SHIFT == day ? before - (day << DAY_SHIFT) : 0);
         if (used > daily) return 1;
     } while (!atomic_compare_exchange_weak(tenant + SPENT, &before, (day << DAY_SHIFT) + used));
