@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -75,3 +76,19 @@ def test_the_threat_models_findings_have_tests_that_exist() -> None:
     assert missing == []
     assert {row[0].strip("| ") for row in rows} == {f"S{number}" for number in range(1, 22)}
     assert all("::test_" in row[-1] for row in rows)
+
+
+def test_a_package_lists_only_modules_that_it_has() -> None:
+    """Some packages list their modules in the docstring, with two spaces or more before what each is for."""
+    missing = [
+        f"{path.relative_to(SOURCE)}: {name}"
+        for path in SOURCE.glob("**/__init__.py")
+        for names in re.findall(r"^ *((?:[a-z_0-9]+/?(?:, )?)+),? {2,}\S", docstring_of(path), re.MULTILINE)
+        for name in names.split(", ")
+        if not (path.parent / f"{name}.py").exists() and not (path.parent / name).is_dir()
+    ]
+    assert missing == []
+
+
+def docstring_of(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""

@@ -242,8 +242,8 @@ class WorkTurns(_InTurns):
 LISTING = WorkTurns()
 """The turns of all requests for lists that may have thousands of members."""
 
-# Work of all connections of a protocol in one turn of the loop: in HTTP/2 (`Framing.receive`) at most 8 ms, the longest
-# header block of Huffman strings; in HTTP/1 (chunks of a body) about 2 ms.
+# Work of all connections of a protocol in one turn of the loop: in HTTP/2 (`FrameReader.receive`) at most 8 ms, the
+# longest header block of Huffman strings; in HTTP/1 (chunks of a body) about 2 ms.
 TURN_UNITS = 600
 REQUEST_UNITS = 24  # cost of a request that a task answers, 0.1 ms or more
 PART_UNITS = 48  # work of one connection while others wait: a small call

@@ -1,13 +1,12 @@
-"""Heads: results from hidden states, one module per kind.
+"""Heads: results from hidden states, by kind.
 
-    pooling        one vector per text, also as the mean of rows of an embedding table; dimensions and norm by request
-                   (`finish`)
+    pooling        one vector per text, also as the mean of rows of an embedding table; late interaction: a projected
+                   vector per kept token; BGE-M3's sparse weights and token vectors; the vectors at the marks of a
+                   listwise reranker's prompt; dimensions and norm by request (`finish`)
     projections    the Dense, LayerNorm and Normalize modules after a pooling or every token
     splade         a weight per vocabulary entry, from a masked-LM head
-    multi_vector   late interaction: a projected vector per kept token; BGE-M3's sparse weights and token vectors; the
-                   vectors at the marks of a listwise reranker's prompt
-    library        the head of a transformers model, run separately on hidden states
-    scoring        classifiers, cross-encoders and causal rerankers; activations (`activate`)
+    scoring        classifiers, cross-encoders and causal rerankers, by the head of a transformers model that is run
+                   separately on hidden states (`LibraryHead`); activations (`activate`)
 
 Heads are independent of jobs and requests: the finisher applies dimensions, norm and activations.
 """

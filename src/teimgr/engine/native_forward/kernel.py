@@ -1,4 +1,4 @@
-"""The forward of a transformer in one call of our C library: the steps of `forward_program` with their packed weights.
+"""The forward of a transformer in one call of our C library: the steps of a program with their packed weights.
 
 A query needs no Python call per layer, and a batch is computed group by group, so that a layer's results are still in
 the cache when the next layer reads them. The residual stream and the norms are float32 in every dtype.

@@ -1,7 +1,7 @@
 """HTTP dialects: request classes, handlers and a table of routes for each product; `ROUTES` has the tables by dialect.
 
 tei, openai, cohere, vllm, infinity, sie, voyage, weaviate, ollama    one dialect each; Jina's is in `cohere`
-rerank, tokens, binary_vectors, truncation                            shared by several dialects
+rerank, tokens                                                        shared by several dialects
 serde_json, serde_text, serde_types, tei_bodies                       TEI's parser of bodies
 openapi                                                               OpenAPI documents, with a request for each route
 
