@@ -41,7 +41,7 @@ class LoadedEngine:
             dtype=dtype,
             threads=len(os.sched_getaffinity(0)),
             max_batch_tokens=batch_tokens,
-            max_queued_tokens=100_000_000,
+            lane_limit_tokens=100_000_000,
         )
         self.engine = Engine.load(options, self._deliver, self.faults.append)
 

@@ -143,7 +143,7 @@ class Bare:
             device=task.device,
             dtype=task.dtype,
             threads=task.threads or len(os.sched_getaffinity(0)),
-            max_queued_tokens=100_000_000,
+            lane_limit_tokens=100_000_000,
         )
         self._delivered = threading.Event()
         self._engine = Engine.load(options, lambda jobs: self._delivered.set())

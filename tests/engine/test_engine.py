@@ -442,7 +442,7 @@ def test_the_expected_time_is_that_of_what_waits(
 def test_a_full_lane_refuses_at_once_and_the_other_lane_does_not(
     model_dir: Callable[..., Path], serve: Callable[..., Served], gate: Gate
 ) -> None:
-    served = serve(model_dir("bert"), max_queued_tokens=1000)
+    served = serve(model_dir("bert"), lane_limit_tokens=1000)
     gate.hold()
     held = served.send(["rain"], Lane.BULK)
     assert gate.held.wait(WAIT_S)
@@ -460,7 +460,7 @@ def test_a_full_lane_refuses_at_once_and_the_other_lane_does_not(
 def test_what_was_cancelled_makes_room_when_its_turn_comes(
     model_dir: Callable[..., Path], serve: Callable[..., Served], gate: Gate
 ) -> None:
-    served = serve(model_dir("bert"), max_queued_tokens=1000)
+    served = serve(model_dir("bert"), lane_limit_tokens=1000)
     gate.hold()
     held = served.send(["rain"], Lane.BULK)
     assert gate.held.wait(WAIT_S)

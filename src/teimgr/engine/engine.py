@@ -123,7 +123,7 @@ class Engine:
             for lanes in ([(lane,) for lane in Lane] if parts.limits.own_threads else [tuple(Lane)])
         ]
         self._intake = own_intake(
-            parts.tokenizer, self._queue, self._finisher, options.max_queued_tokens, self._runners[0]
+            parts.tokenizer, self._queue, self._finisher, options.lane_limit_tokens, self._runners[0]
         )
         self._tokenizing = [
             self._thread("tokenizer", self._intake.run),

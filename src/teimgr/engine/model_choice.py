@@ -105,7 +105,8 @@ class EngineOptions:
     """The model to load, and its device.
 
     `device` is "cpu" or "cuda" (the one visible GPU). `core_load` is the file of `core_load.CoreLoad`, `references` the
-    folder of `reference_cache`, `spaces` that of `space`, if any. `max_queued_tokens` is per lane, `cache_bytes` is for
+    folder of `reference_cache`, `spaces` that of `space`, if any. `lane_limit_tokens` bounds what waits in each lane (a
+    guard: a worker limits its calls before, also by `max_queued_tokens` of `WorkerSpec`), `cache_bytes` is for
     `known_results`. `model_sha` is the requested revision, `commit` the resolved one; both are only reported in
     `LoadedModel`. `code` is reported too, and is part of the space. `cuts_texts`: whether texts may be cut to a
     `max_batch_tokens` below the model's length; None allows it down to `_FEW_TOKENS`. `code_revision` is the revision
@@ -132,7 +133,7 @@ class EngineOptions:
     max_batch_tokens: int = 16384
     cuts_texts: bool | None = True
     max_batch_requests: int | None = None
-    max_queued_tokens: int = 2_000_000
+    lane_limit_tokens: int = 2_000_000
     cache_bytes: int = 0
     default_prompt_name: str | None = None
     default_prompt: str | None = None

@@ -276,7 +276,7 @@ class Worker:
             max_batch_tokens=spec.max_batch_tokens,
             cuts_texts=spec.auto_truncate if spec.auto_truncate_given else None,
             max_batch_requests=spec.max_batch_requests,
-            max_queued_tokens=self._dispatcher.max_bytes,  # the dispatcher limits: a token has at least a byte
+            lane_limit_tokens=self._dispatcher.max_bytes,  # never reached: a token has at least a byte
             cache_bytes=spec.cache_bytes,
             default_prompt_name=spec.default_prompt_name,
             default_prompt=spec.default_prompt,
