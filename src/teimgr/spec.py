@@ -30,8 +30,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 # The lanes of a worker, and the header, or metadata of gRPC, by which a caller chooses one for a request.
 LANES = ("interactive", "bulk")
 LANE_KEY = "x-teimgr-lane"
-# Of one text in a request. It is joined in one call, of 32 MB where one character needs four bytes; no model reads this
-# many.
+# Of one text in a request; no model reads so much. Python makes the text in one call, with up to four bytes per
+# character.
 MAX_TEXT_BYTES = 8 * 2**20
 # Headers between gateway and worker: for how many seconds a call asks that its model stay, and for how many nanoseconds
 # it has waited for its load.
@@ -536,7 +536,7 @@ class LoadedModel:
     vector, of the vocabulary (sparse) or of a token's vector (multi-vector), and 0 for classifiers and rerankers, which
     have `labels` by index. `model_sha` is the requested revision, `commit` the commit it resolved to. `batching` is
     "packed" where one padding-free row passed the load-time probe, else "equal-length". `attention` of a packed row is
-    "varlen" (one call of a kernel for all texts) or "by-run" (one call per run of equal lengths), else "library"; a
+    "varlen" (one call of a kernel for all texts) or "by-run" (one call per run of equal lengths), else "library"; an
     embedding table has "none".
     `forward` is "native" where our C library computes all layers in one call, else "library". `mean_cosine` and
     `min_cosine` are those of the results to float32 on known texts, 1.0 for models with scores only. `most_dimensions`

@@ -254,11 +254,11 @@ class DualEncoder:
     """The inputs of a model of texts and images in one space (CLIP, SigLIP), of queries and page images (ColPali), or
     of both in one input.
 
-    With `PatchSteps` or `FlexibleSteps`, the size of an image determines its tokens, and `height` and `width` are those
-    of known images. With `TileSteps` as well, and each square takes `image_tokens`. With other `steps`, every image
-    takes `image_tokens` and has `height` x `width` pixels after them. Ids after the first `end_id` of a text are
-    ignored. With `padding_token`, each text is padded at its end to `max_length` tokens, and the model reads the
-    padding.
+    With `PatchSteps`, `FlexibleSteps` or `TileSteps`, the size of an image determines its tokens (each square of
+    `TileSteps` takes `image_tokens`), and known images, those of the check at load and of self-tests, are made by
+    `height` and `width`. With plain `PixelSteps`, every image takes `image_tokens` and has `height` x `width` pixels
+    after the steps. Ids after the first `end_id` of a text are ignored. With `padding_token`, each text is padded at
+    its end to `max_length` tokens, and the model reads the padding.
     """
 
     image_tokens: int

@@ -91,7 +91,7 @@ async def forward_message(
             flags = in_lane(rpc.lane, lane)
             lease.expect(expected)
             reply = await lease.call(rpc.worker_method(), envelope.inner, flags=flags, timeout_s=timeout_s)
-            record.has(lease.marks)
+            record.note_marks(lease.marks)
             return reply
     except Unavailable as error:
         missing = as_unloaded(router, record.instance, error)
@@ -174,7 +174,7 @@ async def _call_collected(
             reply = await lease.call(rpc.worker_method(), pairs.payload(), flags=flags)
         except Unavailable as error:
             raise as_unloaded(router, lease.instance, error) or error from None
-        record.has(lease.marks)
+        record.note_marks(lease.marks)
         return reply
 
 
@@ -333,8 +333,8 @@ _BOUNDS_S = MUX_SECONDS.bounds
 
 
 class CallRecord:
-    """State of one call while it runs: its method, its instance once known, the number of answered messages, and the
-    space of its vectors."""
+    """State of one call while it runs: its method, its instance once known, the number of its messages (in a bidi
+    stream those that are answered), and the space of its vectors."""
 
     __slots__ = ("began_s", "instance", "marks", "messages", "method")
 
@@ -349,10 +349,10 @@ class CallRecord:
         self.instance = instance
 
     def count(self) -> None:
-        """Count one more answered message."""
+        """Count one more message."""
         self.messages += 1
 
-    def has(self, marks: Marks) -> None:
+    def note_marks(self, marks: Marks) -> None:
         """Record the space of the call's vectors."""
         self.marks = marks
 

@@ -407,7 +407,8 @@ def parts_of(inputs: Sequence[Input], options: Sequence[InferOptions]) -> list[P
 
 
 class Submission:
-    """The engine jobs of one call, one per part. `complete` runs on the finisher's thread, all else on the loop.
+    """The engine jobs of one call, one per part. `complete` runs on the thread that finished the batch, all else on the
+    loop.
 
     Several parts are supported only for the SCORES output. If it `has_waited`, for admission or for its inputs to be
     read, its wait is estimated again. `result_bytes` is the size of the results that the jobs hold until the reply,

@@ -62,7 +62,8 @@ class Dispatcher:
     2. Result memory (`_enter`): calls whose results grow with every token wait until the result budget has room.
     3. The engine (`_start`): one job per part, checked by `Engine.submit`. Calls that arrived in the same turn of the
        loop start together at its end, as one batch; a batch of a few queries is usually computed right there.
-    4. Encoding (`deliver`): on the engine's thread; very large replies on a codec thread (`_encode_deferred`).
+    4. Encoding (`deliver`): on the thread that finished the batch, which is the finisher's, an engine thread or the
+       loop's; very large replies on a codec thread (`_encode_deferred`).
     5. The reply (`_finish`, `answer`): first releases everything that the call holds.
 
     An error at any stage is sent as the reply. Calls are UNAVAILABLE before `attach` and after `stop_accepting`.
@@ -353,7 +354,7 @@ class Dispatcher:
     # Stage 4: encoding.
 
     def deliver(self, jobs: list[Job]) -> None:
-        """Encode the replies of one batch on the finisher's thread, then send them from the loop."""
+        """Encode the replies of one batch on the calling thread, which finished it, then send them from the loop."""
         outcomes: list[Outcome] = []
         for job in jobs:
             submission = job.context

@@ -232,7 +232,10 @@ class CommandRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Exponential backoff of restarts, reset by a process that serves for `stable_after_s`."""
+    """Exponential backoff of restarts, reset by a process that serves for `stable_after_s`.
+
+    Workers have `restart_backoff_secs` and `restart_backoff_max_secs` of the settings in place of these defaults.
+    """
 
     first_s: float = 0.2
     max_s: float = 30.0
@@ -246,7 +249,7 @@ class Backoff:
 
 LATER = Backoff(first_s=30.0, max_s=600.0)
 """Pauses after failures that may pass: each attempt takes a device's memory, or minutes of its load slot. A model on
-demand has the first one, in which its calls are refused; the next call starts it, and nothing else unless another
+demand refuses calls for the first of these pauses. After it a call starts the model, and time does only if another
 replica serves.
 """
 
