@@ -230,10 +230,15 @@ def test_an_activation_that_gives_no_scores_is_refused_by_name(name: str, reason
         check_activation(name, 4)
 
 
-@pytest.mark.parametrize("name", ["PReLU", "Hardsigmoid", "LogSoftmax", "Tanh"])
-def test_activations_of_torch_are_those_of_scores(name: str) -> None:
-    logits, dotted = np.array([[-1.5, 0.25, 2.0]], dtype=np.float32), f"torch.nn.modules.activation.{name}"
+@pytest.mark.parametrize(
+    "module", [torch.nn.PReLU(), torch.nn.Hardsigmoid(), torch.nn.LogSoftmax(dim=1), torch.nn.Tanh()], ids=repr
+)
+def test_activations_of_torch_are_those_of_scores(module: torch.nn.Module) -> None:
+    logits, dotted = (
+        np.array([[-1.5, 0.25, 2.0]], dtype=np.float32),
+        f"{type(module).__module__}.{type(module).__name__}",
+    )
     check_activation(dotted, 3)
 
-    theirs = getattr(torch.nn, name)()(torch.from_numpy(logits)).detach().numpy()
+    theirs = module(torch.from_numpy(logits)).detach().numpy()
     np.testing.assert_allclose(activate(logits, dotted), theirs, atol=1e-6)

@@ -31,8 +31,8 @@ def torch_activation(name: str) -> nn.Module:
     kind = getattr(nn, name.rsplit(".", 1)[-1], None)
     if not name.startswith("torch.nn.") or not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ModelLoadFailed(f"the activation {name} is not served")
-    try:
-        return kind()
+    try:  # of rows, the implicit dimension of these three is 1, with a warning
+        return kind(dim=1) if issubclass(kind, (nn.Softmax, nn.LogSoftmax, nn.Softmin)) else kind()
     except TypeError as error:
         raise ModelLoadFailed(f"the activation {name} is not served: {error}") from error
 
