@@ -154,6 +154,21 @@ def test_a_model_that_the_library_knows_runs_the_librarys_code_unless_its_own_is
     np.testing.assert_allclose(vectors, [plain_mean(theirs, text) for text in texts], atol=1e-5)
 
 
+def test_the_width_is_that_behind_a_projection_of_the_last_layer(tmp_path: Path) -> None:
+    """facebook/opt-350m: 1,024 numbers in a layer, and 512 behind them."""
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 64}
+    config = transformers.OPTConfig(vocab_size=120, num_hidden_layers=2, num_attention_heads=4, **sizes)
+    theirs = transformers.OPTModel(config).eval()
+    theirs.save_pretrained(tmp_path)
+    model, texts = load_model(layout_of(tmp_path, Backbone.ENCODER, Kind.EMBEDDING), CPU), random_texts()
+
+    assert model.widths[Output.DENSE] == 16
+    for text, vector in zip(texts, run(model, texts, Output.DENSE), strict=True):
+        with torch.inference_mode():
+            hidden = theirs(torch.from_numpy(text.astype(np.int64))[None]).last_hidden_state[0]
+        np.testing.assert_allclose(vector, hidden.mean(dim=0).numpy(), atol=1e-5)
+
+
 def test_missing_weights_are_counted_and_named(tmp_path: Path) -> None:
     save_headed("bert", transformers.AutoModel, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

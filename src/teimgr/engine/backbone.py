@@ -98,7 +98,8 @@ class Transformer:
 
     @property
     def width(self) -> int:
-        return int(self.config.get_text_config().hidden_size)
+        config = self.config.get_text_config()  # OPT-350M projects its hidden states to the width of its words
+        return int(getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
 
     @property
     def has_tasks(self) -> bool:

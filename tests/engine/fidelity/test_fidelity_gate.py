@@ -21,7 +21,15 @@ from teimgr.engine.backbone import Batching
 from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 from teimgr.engine.fidelity import fidelity_gate
 from teimgr.engine.fidelity.dtype_speed import Preference
-from teimgr.engine.fidelity.fidelity_gate import PROBE_TEXTS, Choice, choose, compare, probe_inputs, probe_texts
+from teimgr.engine.fidelity.fidelity_gate import (
+    PROBE_TEXTS,
+    Choice,
+    choose,
+    compare,
+    finite_reference,
+    probe_inputs,
+    probe_texts,
+)
 from teimgr.engine.job import Output
 from teimgr.engine.model import Model, load_model
 from teimgr.engine.text.tokenizer import TextTokenizer
@@ -218,3 +226,23 @@ def test_attention_of_a_models_own_is_not_packed_in_a_type_that_hides_it(model_d
     """Flaubert takes a packed row and lets each text see all of it: of weights as it is trained from, by less than a
     type of 16 bits rounds."""
     assert chosen(model_dir("flaubert"), torch.bfloat16).batching is Batching.EQUAL_LENGTH
+
+
+def test_code_of_the_library_that_fails_is_named(tmp_path: Path) -> None:
+    """Flaubert's with pre_norm, in transformers 5."""
+    path = build("flaubert", tmp_path)
+    edit(path / "config.json", pre_norm=True)
+
+    with pytest.raises(ModelLoadFailed, match="FlaubertModel fails on known texts, so it is not served: TypeError: "):
+        chosen(path, torch.float32)
+
+
+def test_vectors_of_another_size_than_the_files_say_are_named(tmp_path: Path) -> None:
+    path = build("bert", tmp_path)
+    layout = read_layout(path)
+    model = load_model(layout, torch.device("cpu"))
+    model.backbone.config.hidden_size = 24
+    model = model.with_heads_of(layout)
+
+    with pytest.raises(ModelLoadFailed, match=r"BertModel gives 32 numbers \(dense\), and its files say 24"):
+        finite_reference(model, probe_inputs(layout, TextTokenizer(layout, 96)))

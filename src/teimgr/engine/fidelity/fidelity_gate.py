@@ -94,9 +94,21 @@ def finite_reference(model: Model, inputs: Sequence[Encoded]) -> list[ProbeResul
     """Compute `reference_of` each input.
 
     Raises:
-        ModelLoadFailed: a number of them is NaN or infinite, as in a broken checkpoint.
+        ModelLoadFailed: the library's code fails, its vectors have another size than config.json says, or a number of
+            them is NaN or infinite, as in a broken checkpoint.
     """
-    found = [reference_of(model, encoded) for encoded in inputs]
+    name = type(getattr(model.backbone, "owner", model.backbone)).__name__
+    try:
+        found = [reference_of(model, encoded) for encoded in inputs]
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        gpu.raise_if_the_devices(error, model.backbone.device)
+        first = str(error).strip().partition("\n")[0]
+        why = f"{type(error).__name__}: {first}"
+        raise ModelLoadFailed(f"{name} fails on known texts, so it is not served: {why}") from error
+    for output, width in model.widths.items():
+        given = {rows.shape[-1] for result in found for rows in (result.get(output),) if rows is not None}
+        if given - {width}:
+            raise ModelLoadFailed(f"{name} gives {max(given)} numbers ({output.value}), and its files say {width}")
     if all(torch.isfinite(rows).all() for result in found for rows in result.values()):
         return found
     weight = model.broken_weight()
