@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import threading
 import tracemalloc
 from pathlib import Path
@@ -206,6 +207,21 @@ def test_broken_frames_of_an_mp3_write_nothing_to_stderr(capfd: pytest.CaptureFi
     os.write(2, b"of others\n")
     assert len(samples) == 2
     assert capfd.readouterr().err == "of others\n"
+
+
+def test_a_sound_is_decoded_where_no_descriptor_is_left() -> None:
+    """The library opens no file: one that broken frames of an MP3 would need must not fail a sound."""
+    whole = sound_file(PLAIN, *FORMS["MP3"])
+    samples = len(decode(whole, RATE))
+    free, (soft, hard) = os.dup(2), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(2)
+        assert len(decode(whole, RATE)) == samples
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _decoded(data: bytes) -> int:

@@ -309,7 +309,7 @@ class EntryQueue:
         elif limits.shared_query_tokens is not None and self._tenants_changed > since:
             most = min(most, limits.shared_query_tokens)
             if (least := self._lanes[lane].least_of_several) is not None:
-                most = min(most, max(BATCH_OVERHEAD_TOKENS, _BESIDE_FEW * least))
+                most = min(most, max(limits.shared_query_tokens // 2, _BESIDE_FEW * least))
         return min(most, self.token_cap.tokens)
 
     def _settle(self, lane: Lane, tokens: int) -> None:

@@ -17,6 +17,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,23 +161,33 @@ class _QuietLibrary:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads = 0
-        self._kept = -1
+        self._kept: int | None = None
 
     def __enter__(self) -> None:
         with self._lock:
             if self._threads == 0:
-                self._kept = os.dup(2)
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, 2)
-                os.close(null)
+                self._kept = _silenced_stderr()
             self._threads += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._threads -= 1
-            if self._threads == 0:
+            if self._threads == 0 and self._kept is not None:
                 os.dup2(self._kept, 2)
                 os.close(self._kept)
+
+
+def _silenced_stderr() -> int | None:
+    """Lead descriptor 2 nowhere and return a copy of it; None, with nothing done, if it is closed or none is left."""
+    with suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            kept = os.dup(2)
+            os.dup2(null, 2)
+            return kept
+        finally:
+            os.close(null)
+    return None
 
 
 _QUIET_LIBRARY = _QuietLibrary()
