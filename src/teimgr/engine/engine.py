@@ -112,7 +112,7 @@ class Engine:
         self._core_load = _core_load(options)
         threads = CpuThreads(options.threads, options.threads)
         cache = ResultCache(options.cache_bytes) if options.cache_bytes else None
-        own_runner, own_intake = _of_pictures() if parts.layout.reads_files else (Runner, Intake)
+        own_runner, own_intake = _of_files() if parts.layout.reads_files else (Runner, Intake)
         self._runners = [
             own_runner(
                 *(parts.model, self._queue, self._finisher, threads, parts.serial_tokens, self._core_load),
@@ -510,7 +510,7 @@ def thread_stacks() -> str:
     return "\n".join(f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in parts)
 
 
-def _of_pictures() -> tuple[type[Runner], type[Intake]]:
+def _of_files() -> tuple[type[Runner], type[Intake]]:
     from teimgr.engine.images.runner import PictureIntake, PictureRunner  # here: imports Pillow
 
     return PictureRunner, PictureIntake

@@ -354,7 +354,7 @@ class Runner:
         """
         if self._is_table or gpu.is_gpu(self._model.backbone.device):
             return False
-        return any(self._queue.texts(lane) or self._queue.waiting_before(lane) for lane in self._lanes)
+        return any(self._queue.texts(lane) or self._queue.coming_tokens(lane) for lane in self._lanes)
 
     def _keep(self, distinct: DistinctInputs, places_of: NDArray[np.intp], rows: Mapping[Output, HostRows]) -> None:
         """Keep the results of a batch in the cache (finisher thread)."""
@@ -365,7 +365,7 @@ class Runner:
                 self._cache.put(key, {output: numbers_of(of, place) for output, of in rows.items()})
 
     def _has_queries(self) -> bool:
-        return bool(self._queue.texts(Lane.INTERACTIVE) or self._queue.waiting_before(Lane.INTERACTIVE))
+        return bool(self._queue.texts(Lane.INTERACTIVE) or self._queue.coming_tokens(Lane.INTERACTIVE))
 
     def _common_options(self, entries: Sequence[QueueEntry]) -> VectorOptions | None:
         """Return the options that a GPU can apply to the vectors of a batch, if all of its jobs have the same."""

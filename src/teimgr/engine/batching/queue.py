@@ -198,7 +198,7 @@ class EntryQueue:
         """Notify `feeder` when there is room, and count what waits there."""
         self._feeder = feeder
 
-    def waiting_before(self, lane: Lane) -> int:
+    def coming_tokens(self, lane: Lane) -> int:
         """Return the tokens of a lane on their way to the queue."""
         return self._feeder.waiting(lane) if self._feeder is not None else 0
 
@@ -232,7 +232,7 @@ class EntryQueue:
         empty."""
         changed = self._has_queries if lanes == (Lane.INTERACTIVE,) else self._changed
         with changed:
-            if not len(self) and not any(map(self.waiting_before, Lane)):
+            if not len(self) and not any(map(self.coming_tokens, Lane)):
                 self._throughput.idle()  # entries counted as waiting were in the last batch or were cancelled
             changed.wait_for(lambda: self._closed or self._texts(lanes), timeout_s)
             if self._abandoned or (self._closed and not self._texts(lanes)):
@@ -242,7 +242,7 @@ class EntryQueue:
             draft = self._lanes[lane].take(self._budget(lane), self._limits.texts, now, self.token_s())
             self._settle(lane, draft.tokens)
             if draft.entries:
-                left = [one for one in Lane if self._lanes[one].texts or self.waiting_before(one)]
+                left = [one for one in Lane if self._lanes[one].texts or self.coming_tokens(one)]
                 self._throughput.took(now, lane, draft.tokens, left)
         if self._feeder is not None:
             self._feeder.room_was_made()
