@@ -418,11 +418,13 @@ class WorkerSpec:
     """Options of one worker process, launched with them as a JSON object.
 
     `replica` distinguishes the workers of one instance. `gpu` is a CUDA device name for CUDA_VISIBLE_DEVICES (a UUID:
-    NVML and CUDA may order cards differently) or None for the CPU. In a fleet of several hosts `host` is the name of
-    its own, `link_address` where it listens for the others (a numeric address, of a worker that runs with its port),
-    `identity_dir` the folder of that node's certificate, `port_host` the address of its ports where that is not
-    `instance_host`, and `agent_socket` where its agent answers who the other hosts are, which may have the model. A
-    directory as model has to be below one of `model_roots`, if they are given. Times are seconds.
+    NVML and CUDA may order cards differently) or None for the CPU. A directory as model has to be below one of
+    `model_roots`, if they are given. Times are seconds.
+
+    In a fleet of several hosts `host` is the name of the worker's host. It listens for other hosts at `link_address` (a
+    numeric address, to which the launch adds the port), with the certificate in the folder `identity_dir`. `port_host`
+    is the address of its instance ports, where that is not `instance_host`. `agent_socket` is that of the host's agent,
+    which knows the other hosts; they may have the model.
     """
 
     name: str
