@@ -58,7 +58,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(file: Path, text: 
         ("[default_instances]\nranker = 'a'", "default_instances.ranker: unknown"),
         ("[default_instances]\nreranker = 'a/b'", "default_instances.reranker: "),
         ("[aliases]\na = 3", "aliases.a: must be text (got integer 3)"),
-        ("[aliases]\na = ''", "aliases.a: neither an alias nor what it stands for may be empty"),
+        ("[aliases]\na = ''", "aliases.a: neither an alias nor its target may be empty"),
         ("[aliases]\na = 'b'\nb = 'c'", "aliases.a: 'b' is an alias itself"),
         ("aliases = {a = 'm'}\n" + SEED, "aliases.a: is the name of an instance"),
         ("[otel]\nsample_ratio = 1.5", "otel.sample_ratio: must be <= 1 (got 1.5)"),

@@ -167,7 +167,7 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(file: Path) -> None:
             f"grpc_socket = '/{'é' * 50}'",
             "grpc_socket: must be a path of at most 99 bytes (got 101, as an absolute path)",
         ),
-        ("api_socket = '/run/a'\ngrpc_socket = '/run/a'", "grpc_socket: /run/a is the api_socket too"),
+        ("api_socket = '/run/a'\ngrpc_socket = '/run/a'", "grpc_socket: /run/a is also the api_socket"),
         ('api_socket = "/run/a\\u0000b"', "api_socket: must not contain a zero byte"),
         ("socket_mode = '0777'", "socket_mode: must be one of '0600', '0660', '0666' (got text '0777')"),
         ("instance_port_start = 80", "instance_port_start must be >= 1024 (got 80)"),

@@ -275,7 +275,7 @@ async def test_calls_that_wait_for_their_model_ask_the_next_daemon_again(
     await eventually(lambda: mux.ended == 2)
     with pytest.raises(Unavailable, match="has ended"):
         await mux.call("a", 300.0)
-    with pytest.raises(Unavailable, match="no daemon is here"):
+    with pytest.raises(Unavailable, match="no daemon is connected"):
         await mux.call("a", 300.0)
 
 
@@ -312,5 +312,5 @@ async def test_the_calls_of_a_mux_that_has_left_do_not_wait_for_a_next_daemon(mu
     with pytest.raises(Unavailable, match="has ended"):
         async with asyncio.timeout(NEXT_DAEMON_S / 2):
             await call
-    with pytest.raises(Unavailable, match="no daemon is here"):
+    with pytest.raises(Unavailable, match="no daemon is connected"):
         await mux.call("a", None)

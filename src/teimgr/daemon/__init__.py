@@ -1,1 +1,1 @@
-"""The daemon's process: it puts the parts together and runs them."""
+"""The daemon process: builds the parts and runs them."""

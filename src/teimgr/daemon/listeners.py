@@ -1,5 +1,5 @@
-"""The daemon's listening sockets of REST, which it binds or takes over from the daemon before it; a try of its other
-ports; and `health_port`, for probes without key or certificate.
+"""The daemon's listening sockets of REST, bound or taken over from the previous daemon; a check that its other ports
+are free; and `health_port`, for probes without a key or certificate.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from teimgr.http.server import Listener, bind, serving
 from teimgr.http.unix_listener import UnixListener, bind_unix, check_free
 
 TakeOver = Callable[[str], socket.socket | None]
-"""The socket of this name that a predecessor listens on, or None."""
+"""Returns the predecessor's listening socket of this name, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Those of REST, of its further ports and of single settings; `by_name` has all, as a successor asks for them."""
+    """All listening sockets of REST and `health_port`; `by_name` has them by the names that a successor uses."""
 
     rest: socket.socket
     health: socket.socket | None
@@ -41,8 +41,9 @@ class Listeners:
 
 @contextmanager
 def open_listeners(settings: Settings, take_over: TakeOver = lambda name: None) -> Iterator[Listeners]:
-    """Bind what the settings name and no predecessor listens on. The Unix socket is closed at the end, and its file
-    removed; the others are the server's to close.
+    """Take over the predecessor's sockets and bind the others that the settings name.
+
+    At the end, the Unix socket is closed and its file removed. The server closes the other sockets.
 
     Raises:
         PortConflict, InvalidConfig: an address cannot be bound.
@@ -72,7 +73,7 @@ def open_listeners(settings: Settings, take_over: TakeOver = lambda name: None) 
 
 
 def other_ports(settings: Settings) -> dict[str, str]:
-    """Where muxes and enrolment listen, by the keys."""
+    """Return the ports and the socket of the muxes and of enrolment, by the names of their settings."""
     found = {}
     if settings.grpc_enabled:
         found["grpc_port"] = str(settings.grpc_port)
@@ -84,10 +85,10 @@ def other_ports(settings: Settings) -> dict[str, str]:
 
 
 def try_other_ports(settings: Settings, before: Mapping[str, str] | None) -> None:
-    """Bind for a moment what muxes and enrolment will listen on, while the daemon before this one still serves.
+    """Check that the ports of the muxes and of enrolment are free, by binding them for a moment.
 
-    `before` are its `other_ports`, None if they are not known: then the gRPC port may be that of its muxes, which live
-    on if it was killed, and share it.
+    `before` are the `other_ports` of the previous daemon. If it is None, muxes of a killed daemon may still listen on
+    the gRPC port, which is then shared.
 
     Raises:
         PortConflict, InvalidConfig: a port cannot be bound.
@@ -105,7 +106,7 @@ def try_other_ports(settings: Settings, before: Mapping[str, str] | None) -> Non
 
 
 MAX_CONNECTIONS = 64
-# A probe sends its request at once, and each connection has one.
+# A probe sends its only request at once, so the time limits can be short.
 _LIMIT_S = 5.0
 _METHODS = ("GET", "HEAD")
 
@@ -117,8 +118,8 @@ Ask = Callable[[], Word]
 class HealthPort:
     """The application of `health_port`: /livez is 200 while the daemon runs, /readyz only while it is ready, else 503.
 
-    Kubernetes' kubelet has no client certificate, so with mutual TLS it cannot ask the REST port. A client of this port
-    learns whether the daemon lives and routes calls, and nothing else: neither names, version nor reasons.
+    Kubernetes' kubelet has no client certificate, so with mutual TLS it cannot probe the REST port. The answers tell
+    only whether the daemon lives and routes calls, without names, version or reasons.
     """
 
     def __init__(self, state: Ask) -> None:
@@ -147,9 +148,9 @@ class HealthPort:
 
 @contextlib.asynccontextmanager
 async def serving_health(sock: socket.socket, state: Ask) -> AsyncIterator[Listener]:
-    """Answer probes on a bound socket while the body runs; errors as `serving`."""
+    """Answer probes on a bound socket while the body runs. Raises the errors of `serving`."""
     limits = {phase: replace(limit, seconds=min(limit.seconds, _LIMIT_S)) for phase, limit in LIMITS.items()}
-    limits[Phase.ANSWER] = LIMITS[Phase.ANSWER]  # how often a connection is looked at
+    limits[Phase.ANSWER] = LIMITS[Phase.ANSWER]  # sets the interval of the checks, so it stays
     gate = ConnectionGate(MAX_CONNECTIONS, limits)
     async with serving(HealthPort(state), sock, gate=gate) as listener:
         yield listener

@@ -4,12 +4,12 @@ It passes signals on, reaps orphans, and exits with the daemon's status. It is P
 daemon becomes once its successor serves: the shell, container runtime or supervisor that started the daemon waits for
 that process, and would take its exit for the end of the service.
 
-The kernel gives PID 1 the orphans of the whole container, whose zombies it must reap, and no default actions for
-signals: SIGTERM would be lost until the daemon has its handlers. A parent that does nothing else is simpler to keep
-right than a daemon that reaps beside libraries that wait for their own children.
+PID 1 must reap the orphans of the whole container, and the kernel gives it no default actions for signals: a SIGTERM
+would be lost until the daemon has installed its handlers. A separate parent is simpler than a daemon that reaps
+orphans while libraries wait for their own children.
 
-Parent and daemon have a socket pair. A daemon sends the pid of its successor over it before it exits, and kills itself
-when the other end closes: else a parent that was killed would leave a daemon of which its starter knows nothing.
+Parent and daemon share a socket pair. A daemon sends the pid of its successor over it before it exits. It kills itself
+when the other end closes; otherwise it would run on unknown to its starter after its parent was killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 LINK = "_TEIMGR_PARENT_FD"
-"""The variable with the descriptor of a daemon's end of the socket pair."""
+"""Environment variable with the descriptor of the daemon's end of the socket pair."""
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _AWAITED = {*_PASSED_ON, signal.SIGCHLD}
@@ -32,15 +32,15 @@ _MESSAGE_BYTES = 32
 
 
 def leave_pid_1() -> None:
-    """Where this process is PID 1, go on in a child; PID 1 itself stays in here and exits with the child's status.
+    """If this process is PID 1, continue in a child. PID 1 never returns, and exits with the child's status.
 
-    Call it before the first thread. The child has its own session: a Ctrl-C in the terminal would else reach it
-    twice, which is the order to stop without grace.
+    Call it before the first thread. The child has its own session. Otherwise a Ctrl-C in the terminal would reach it
+    twice, and a second SIGINT stops without grace.
     """
     if os.getpid() != 1:
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    block_signals()  # before the fork, so that none is lost
+    block_signals()  # before the fork, so that no signal is lost
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -53,40 +53,40 @@ def leave_pid_1() -> None:
 
 
 def block_signals() -> None:
-    """Have signals wait until the parent passes them on; before their handlers are removed."""
+    """Block the signals that the parent passes on. Call it before their handlers are removed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
 
 
 def unblock_signals() -> None:
-    """Have signals act at once, those too that came while they waited."""
+    """Unblock the signals; pending ones are delivered."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
 
 
 def become_parent(child: int, link: socket.socket) -> NoReturn:
-    """Replace this program by the parent of `child`, which has the other end of `link`: a hundredth of the memory."""
+    """Replace this program with the parent of `child`, which needs little memory. `link` leads to the child."""
     block_signals()
     link.set_inheritable(True)
     os.execv(sys.executable, [sys.executable, "-P", "-m", __name__, str(child), str(link.fileno())])
 
 
 def _stay(child: int, link: socket.socket) -> NoReturn:
-    """Serve as the parent of `child`, and of each successor that it names over `link`; exit with its status."""
+    """Be the parent of `child` and of each successor named over `link`; exit with the status of the last."""
     link.setblocking(False)
-    number: int = signal.SIGCHLD  # whose signal may have come before it was blocked
-    daemons: dict[int, int | None] = {child: None}  # the last one serves; with the exit statuses of those reaped here
+    number: int = signal.SIGCHLD  # `child` may have ended before SIGCHLD was blocked
+    daemons: dict[int, int | None] = {child: None}  # exit statuses of those reaped here; the last daemon serves
     while True:
         if successor := _successor(link):
-            daemons[successor] = daemons.pop(successor, None)  # the last one: perhaps the one before, once more
+            daemons[successor] = daemons.pop(successor, None)  # moved to the end; an earlier daemon may serve again
         if number != signal.SIGCHLD:
-            with suppress(ProcessLookupError):  # a successor that is gone, whose predecessor has not exited yet
-                os.kill([*daemons][-1], number)  # else not reaped yet, so the pid is its own
+            with suppress(ProcessLookupError):  # the successor has ended, its predecessor has not
+                os.kill([*daemons][-1], number)  # an unreaped child keeps its pid
         elif (status := _reap(daemons)) is not None:
             os._exit(status if status >= 0 else 128 - status)
         number = signal.sigwait(_AWAITED)
 
 
 def _successor(link: socket.socket) -> int | None:
-    """The pid that a daemon has named as that of its successor since the last look."""
+    """Return the pid of a successor that was named since the last call, or None."""
     try:
         return int(link.recv(_MESSAGE_BYTES) or 0) or None
     except (BlockingIOError, ValueError):
@@ -94,11 +94,11 @@ def _successor(link: socket.socket) -> int | None:
 
 
 def _reap(daemons: dict[int, int | None]) -> int | None:
-    """Reap everything that has ended; the exit status of the daemons once none is left, negative for a signal.
+    """Reap all ended children. Return the exit status once no daemon is left, negative for a signal; None before.
 
-    It is that of the last one. Where its predecessor has reaped it, which so exits with its status, it is that one's.
+    It is the status of the last daemon. If its predecessor has reaped it, the predecessor exits with the same status.
     """
-    with suppress(ChildProcessError):  # none is left
+    with suppress(ChildProcessError):  # no child is left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] in daemons:
                 daemons[ended[0]] = os.waitstatus_to_exitcode(ended[1])
@@ -117,7 +117,7 @@ def _lives(pid: int) -> bool:
 
 def _main(child: str, descriptor: str) -> NoReturn:
     block_signals()
-    # The next successor is the child of a child, and an orphan once that exits: it comes here, and not to PID 1.
+    # The next successor is the child of a child. Once the child exits, this process adopts it, not PID 1.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _stay(int(child), socket.socket(fileno=int(descriptor)))
 

@@ -71,19 +71,19 @@ EXIT_REFUSED = 1
 QUIET_S = 1.0
 """Time limit for requests on connections that a successor cannot take over."""
 LAST_GRACE_S = 1.0
-"""The least time that workers get in a stop, to finish a batch and release their device and ports."""
-# Added to the grace for the end of the daemon: more than all phases of a shutdown may take together.
+"""Minimum time for workers to finish a batch and release their device and ports during a stop."""
+# The process is killed this long after the grace; all phases of a shutdown together take less.
 _END_LIMIT_S = 40.0
-# How long to wait for threads that still run after all phases.
+# Time limit for threads that still run after all phases.
 _THREADS_LIMIT_S = 5.0
 
 
 def main(configuration: Configuration, source: Source, predecessor: Predecessor | None = None) -> int:
-    """Run the daemon until a signal ends it; the result is the exit status. It takes over from its predecessor."""
+    """Run the daemon until a signal ends it, and return the exit status. It takes over from `predecessor`, if given."""
     settings = configuration.settings
     logs.setup(settings.log_level, settings.log_format)
     if ensure_home(settings.state_file.parent):
-        log.warning("this user has no home directory: HOME is now %s, for caches of models", os.environ["HOME"])
+        log.warning("this user has no home directory: HOME is set to %s, for model caches", os.environ["HOME"])
     raise_file_limit()
     try:
         daemon = Daemon(configuration, source, predecessor)
@@ -100,7 +100,7 @@ def main(configuration: Configuration, source: Source, predecessor: Predecessor 
 class Daemon:
     """Composition root: constructs the parts, starts and stops them in order, applies a reload.
 
-    `stopping` ends `run`. A reload reads `source` again. `predecessor` is the daemon that this one follows.
+    `stopping` ends `run`. A reload reads `source` again. `predecessor` is the daemon that this one takes over from.
     """
 
     def __init__(self, configuration: Configuration, source: Source, predecessor: Predecessor | None = None) -> None:
@@ -109,13 +109,12 @@ class Daemon:
         self._is_forced = self._reload_waits = False
         self._preflight: asyncio.Task[None] | None = None
         self._stop_began: float | None = None
-        self._last_resort = threading.Timer(0, self._give_up)  # not started
+        self._last_resort = threading.Timer(0, self._give_up)  # replaced and started by a stop
         self.notifier = Notifier()
         self.predecessor = predecessor
         self.facts = {name: str(getattr(settings, name).absolute()) for name in ("state_file", "run_dir")}
         self.facts["cluster.address"] = settings.cluster.address or ""
         self.succession = Succession(self.facts, self._take_over, self.notifier.environ)
-        # Shared state
         self.metrics = DaemonMetrics()
         self.watchdog: LoopWatchdog | None = None
         self.telemetry = open_telemetry(exporting(settings, "daemon"))
@@ -143,7 +142,7 @@ class Daemon:
         self.cluster = open_cluster(settings, local, gpus, self.directory, leaving)
         if self.cluster is not None:
             self.launcher, self.inventory = self.cluster.launcher, self.cluster.inventory
-        # After the word a card that cannot be used is an alarm: the workers on the others serve.
+        # A successor must not fail for one unusable GPU, since the workers on the other GPUs serve: it raises an alarm.
         self.preflight = Preflight("warn" if self.predecessor else settings.gpu_preflight, gpus, local.nursery.build)
         self.manager = Manager(
             settings,
@@ -260,10 +259,10 @@ class Daemon:
         """Start all parts, serve until `stopping`, stop all parts.
 
         Start: REST port, instances of the state file, GPU preflight, registry, REST and webhooks, adoption and start of
-        workers, muxes. Stop: downloads and trials, REST, muxes, workers, so that workers end after all
-        that calls them.
+        workers, muxes. Stop: downloads and trials, REST, muxes, workers. Workers end after all
+        processes that call them.
         """
-        with self._signals():  # from here on SIGHUP does not kill it
+        with self._signals():  # the default action of SIGHUP would end the process
             return await self._run()
 
     async def _run(self) -> int:
@@ -307,7 +306,7 @@ class Daemon:
                 scaling = asyncio.create_task(self.autoscaler.run(), name="autoscaling")
                 advising = asyncio.create_task(self.advisor.run(), name="recommendations")
                 disks = asyncio.create_task(self.disks.run(), name="watch of the disks")
-                # Until then a mux of an earlier daemon uses the last snapshot it got.
+                # Muxes of an earlier daemon use their last snapshot until then; a new one would lack these workers.
                 await self.manager.adoption_over()
                 async with (
                     self.muxes.running(),
@@ -328,7 +327,7 @@ class Daemon:
                     if self.succession.is_taking_over:
                         self._leave_listeners(listeners, server, health)
                     self._stop_began = asyncio.get_running_loop().time()
-                    self.events.close()  # ends the long requests that follow events or wait for a download
+                    self.events.close()  # ends requests that follow events or wait for a download
                     await self.registry.close()
                     for task in (scaling, advising, disks, renewing):
                         task.cancel()
@@ -336,18 +335,18 @@ class Daemon:
                         self.residence.leave_to_next()
                     else:
                         residence.cancel()
-                # The control links of the muxes have ended: their waiting calls got no answer, and ask the successor.
+                # Now that the control links have closed, waiting calls of muxes get no refusal and ask the successor.
                 residence.cancel()
         finally:
             await self._stop()
         return 0
 
     async def _restore(self) -> None:
-        """Read what an earlier daemon left, and begin the preflight."""
+        """Read the state that an earlier daemon left, and start the preflight."""
         await self.manager.restore()
         self.events.restore(await asyncio.to_thread(self.event_file.read))
-        self.policy.swap(self._policy_of(self.settings))  # the state file is ours, and so are the tenants
-        self.events.note(self.manager.list())  # later changes are events
+        self.policy.swap(self._policy_of(self.settings))  # after this process owns the state file
+        self.events.note(self.manager.list())  # only later changes are events
         for notice in self.reloader.notices():
             log.warning(notice)
         self._preflight = asyncio.create_task(self.preflight.run(), name="preflight of the GPUs")
@@ -358,7 +357,7 @@ class Daemon:
             await self.batches.load()
 
     def _addresses(self) -> dict[str, str]:
-        """The addresses of its ports, for its log."""
+        """Return the addresses of the ports, for the log."""
         settings = self.settings
         found = {"rest": f"{settings.api_host}:{settings.api_port}"}
         if settings.grpc_enabled:
@@ -388,7 +387,7 @@ class Daemon:
         try:
             logs.keep_in_file(self._own_log, self.settings.log_max_bytes, self.settings.log_keep)
         except OSError as error:
-            log.warning("the daemon's log is kept in no file: %s: %s", self._own_log, error.strerror)
+            log.warning("the daemon's log is not written to a file: %s: %s", self._own_log, error.strerror)
 
     def _rotating_log(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Keep the log file of the daemon within its limit while the block runs."""
@@ -397,15 +396,15 @@ class Daemon:
         return in_background(work, "rotation of the daemon's log")
 
     async def _renew(self) -> None:
-        """After an upgrade: replace adopted processes of another version, muxes first, as they route to workers."""
+        """Replace adopted processes of another version after an upgrade; muxes first, since they route to workers."""
         await self.muxes.replaced()
         await self.manager.renew_workers()
 
     async def _await_turn(self, listeners: Listeners) -> None:
-        """Wait until a predecessor hands over; it owns state file, run directory and the socket's file until then.
+        """Wait until the predecessor hands over; until then it owns state file, run directory and Unix socket.
 
         Raises:
-            Unavailable: it does not hand over.
+            Unavailable: the predecessor does not hand over.
         """
         if self.predecessor is None:
             return
@@ -417,16 +416,16 @@ class Daemon:
         except BaseException:
             listeners.keep_files()
             raise
-        log.info("taking over from the daemon before")
+        log.info("taking over from the previous daemon")
 
     def _take_over(self, follower: Follower) -> None:
-        """A successor is ready: hand everything over to it."""
+        """Hand over to a successor that is ready."""
         if self.succession.tells_supervisor:
             self.notifier.leave_to(follower.pid)
         self.stopping.set()
 
     def _leave_listeners(self, listeners: Listeners, server: Listener, health: Listener | None) -> None:
-        """Leave new connections to the successor, and those open ones that another process can serve."""
+        """Leave new connections to the successor, and open ones that it can continue."""
         if health is not None:
             health.leave()
         listeners.keep_files()
@@ -440,7 +439,7 @@ class Daemon:
 
     @contextlib.asynccontextmanager
     async def _giving_way(self) -> AsyncIterator[None]:
-        """After the block, before open requests end: release what a successor needs, and let it begin."""
+        """Release what a successor needs after the block, before open requests end, and let the successor begin."""
         yield
         if not self.succession.is_taking_over:
             return
@@ -449,7 +448,7 @@ class Daemon:
             log.info("the next daemon has taken over", extra={"successor": pid})
 
     async def _release(self) -> None:
-        """Give up the state file and the run directory; workers and muxes serve on, for the next daemon."""
+        """Release the state file and the run directory. Workers and muxes keep serving, for the next daemon."""
         await self.registry.close()
         if self.batches is not None:
             await asyncio.to_thread(self.batches.close)
@@ -459,16 +458,16 @@ class Daemon:
         await self.scaling_figures.close()
 
     def _places(self) -> dict[str, object]:
-        """The absolute paths of this daemon's files and folders, for the first line of its log."""
+        """Return the absolute paths of the daemon's files and folders, for the first line of the log."""
         file = self.reloader.source.file
         folders = {name: str(getattr(self.settings, name).absolute()) for name in ("state_file", "log_dir", "run_dir")}
         return {"version": __version__, "pid": os.getpid(), "config": file and str(file.absolute()), **folders}
 
     async def _stop(self) -> None:
-        """After REST is closed: end the muxes, then the workers, then the rest. Calls have one grace for all phases.
+        """End the muxes, then the workers, then the rest, after REST is closed. All phases share one grace.
 
-        If a successor has taken over, it owns muxes and workers. They also serve on if this daemon is a successor whose
-        start failed: the next one adopts them.
+        If a successor has taken over, it owns muxes and workers. If this daemon is a successor whose start failed,
+        they keep serving too, and the next daemon adopts them.
         """
         await self.succession.cancel()
         grace_s, clock = self.settings.graceful_shutdown_timeout_secs, asyncio.get_running_loop().time
@@ -492,7 +491,7 @@ class Daemon:
             await asyncio.to_thread(self.batches.close)
         await self.gateway.close()
         await self.scraper.close()
-        if self.manager.is_restored:  # else the run directory may be another daemon's
+        if self.manager.is_restored:  # otherwise the run directory may belong to another daemon
             await self.muxes.stop(max(0.0, ends - clock()))
         if self.cluster is not None:
             self.cluster.forwarding.leave()
@@ -507,19 +506,19 @@ class Daemon:
         self._end_within(_THREADS_LIMIT_S)
 
     def _end_within(self, limit_s: float) -> None:
-        """End the process by force: a thread that waits for a disk cannot be cancelled, and Python waits for it."""
+        """Kill the process after `limit_s`: threads waiting for a disk cannot be cancelled, and Python waits for them."""
         self._last_resort.cancel()
         self._last_resort = threading.Timer(limit_s, self._give_up)
         self._last_resort.daemon = True
         self._last_resort.start()
 
     def _give_up(self) -> None:
-        if select.select((), (2,), (), 0)[1]:  # no log: its disk may be what does not answer
-            os.write(2, b"the daemon did not end in time: a disk does not answer, or a thread\n")
+        if select.select((), (2,), (), 0)[1]:  # not logged: the disk of the log may not respond
+            os.write(2, b"the daemon did not end in time: a disk or a thread does not respond\n")
         os._exit(self.succession.leave(EXIT_REFUSED))
 
     def ended(self) -> None:
-        """The loop and its threads have ended: cancel the forced exit."""
+        """Cancel the forced exit, after the loop and its threads have ended."""
         self._last_resort.cancel()
 
     async def _force_stop(self) -> None:
@@ -529,7 +528,7 @@ class Daemon:
         await self.manager.shutdown(at_once=True)
 
     def _mux_states(self) -> Mapping[str, str]:
-        """The muxes of each host, by the host's name in the fleet."""
+        """Return the state of the muxes of each host, by the host's name in the fleet."""
         own = self.cluster.head.host.name if self.cluster else ""
         return {host or own: state for host, state in self.muxes.states().items()}
 
@@ -537,7 +536,7 @@ class Daemon:
         return {catalogue.LOOP_HELD: [Sample("", {}, self.watchdog.held if self.watchdog else 0)]}
 
     def alarms(self) -> Sequence[str]:
-        """The alarms of all parts, except that of the state file."""
+        """Return the alarms of all parts, without that of the state file."""
         parts = (
             self.watchdog,
             self.manager,
@@ -557,12 +556,12 @@ class Daemon:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT or SIGTERM: stop in order; a second one: stop without grace. SIGHUP: reload, or stop if the
-        terminal is gone. SIGUSR2: restart.
+        """Handle signals. SIGINT or SIGTERM: stop in order; a second one: stop without grace. SIGHUP: reload, or stop
+        if the terminal is gone. SIGUSR2: restart.
 
-        A reload waits until the daemon serves: before, it would move a fleet that is not listed yet, and end a start
-        that systemd waits for. Once a successor is ready, signals are passed on to it. A SIGHUP that comes while the
-        successor starts is passed on too, since it may have read the configuration already.
+        A reload waits until the daemon serves. Earlier it would change a fleet that is not restored yet, and its
+        `READY=1` would tell systemd that the start is over. Once a successor is ready, signals are passed on to it. A
+        SIGHUP during the successor's start is passed on too, since it may have read the configuration already.
         """
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
@@ -585,7 +584,7 @@ class Daemon:
                 handlers[number]()
                 if number == signal.SIGHUP:
                     self.succession.send_signal(number)
-            elif number != signal.SIGUSR2:  # it is being restarted
+            elif number != signal.SIGUSR2:  # a restart is already running
                 self.succession.send_signal(number)
 
         for number in handlers:
@@ -594,7 +593,7 @@ class Daemon:
             yield
         finally:
             if self.succession.has_given_word:
-                block_signals()  # for the parent that this process becomes
+                block_signals()  # the parent that this process becomes unblocks them
             for number in handlers:
                 loop.remove_signal_handler(number)
 
@@ -602,7 +601,7 @@ class Daemon:
         if self.stopping.is_set() and not self._is_forced:
             self._is_forced = True
             run(self._force_stop())
-        self.succession.refuse()  # else one that gets ready while this daemon ends would serve on after the stop
+        self.succession.refuse()  # a successor that becomes ready now would outlive the stop
         self.stopping.set()
 
     async def _reload_by_signal(self, has_terminal: bool) -> None:
@@ -618,12 +617,12 @@ class Daemon:
         if self.stopping.is_set():
             return
         self.notifier.reloading()
-        with ordered_by("SIGHUP"), contextlib.suppress(InvalidConfig):  # logged, and an alarm
+        with ordered_by("SIGHUP"), contextlib.suppress(InvalidConfig):  # already logged, and an alarm
             await self.reloader.reload()
         self.notifier.send("READY=1")
 
     async def _restart_by_signal(self) -> None:
-        with ordered_by("SIGUSR2"), contextlib.suppress(TeimgrError):  # logged
+        with ordered_by("SIGUSR2"), contextlib.suppress(TeimgrError):  # already logged
             await self.succession.begin()
 
     def _policy_of(self, settings: Settings) -> Policy:
@@ -634,7 +633,7 @@ class Daemon:
         """Apply the keys of a reload that need no restart.
 
         Raises:
-            InvalidConfig: an authentication file cannot be read; nothing has changed.
+            InvalidConfig: an authentication file cannot be read; nothing was changed.
         """
         policy = self._policy_of(settings)
         logs.setup(settings.log_level, settings.log_format)

@@ -1,4 +1,4 @@
-"""Succession of daemons without a gap: the running daemon starts its successor, which takes over once it is ready.
+"""Restart of the daemon without downtime: the running daemon starts its successor, which takes over once it is ready.
 
     SIGUSR2 or POST /daemon/restart
     old: starts the same command line, and serves on                new: imports, reads the configuration, binds what
@@ -8,11 +8,10 @@
     old: gives the word                                             new: adopts workers and muxes, serves
     old: answers the requests it has begun, ends
 
-Clients that connect meanwhile wait in the backlog of the listening sockets, which both have. Open HTTP/1 connections
-are passed on between two requests (not with TLS, whose state is in the old process). A successor that does not get
-ready changes nothing; one that ends between ready and the word, or has not read it, is replaced by the old process,
-which starts its command line again in its own place. The two have a socket pair, whose messages are JSON with
-descriptors.
+Clients that connect during the change wait in the backlog of the listening sockets, which both processes hold. Open
+HTTP/1 connections are passed on between two requests, but not with TLS, whose state is in the old process. If the
+successor does not become ready, nothing changes. If it ends after that without reading the word, the old process
+executes its own command line again. The two processes exchange JSON and descriptors over a socket pair.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from teimgr.observability.request_context import ORDERED_BY
 from teimgr.worker.connection_queue import RECEIVE_END, SEND_END, ConnectionQueue
 
 CONTROL = "_TEIMGR_SUCCESSION_FD"
-"""The variable with the descriptor of a successor's end of the socket pair."""
+"""Environment variable with the descriptor of the successor's end of the socket pair."""
 
 READY_LIMIT_S = 120.0
-"""For the imports of a successor, and all else that it does before it is ready."""
+"""Time limit for a successor to become ready, including its imports."""
 _EXIT_LIMIT_S = 5.0
 _WORD_LIMIT_S = 60.0  # from ready to the word: the old daemon finishes the commands it has accepted
 _MESSAGE_BYTES = 64 << 10
-_MAX_DESCRIPTORS = 250  # the kernel takes 253 a message; ports of instances beyond are bound again by the successor
+_MAX_DESCRIPTORS = 250  # the kernel allows 253 per message; the successor binds the ports of further instances again
 _SENT_POLL_S = 0.05
 
 log = logging.getLogger(__name__)
 
 
 def inherited(variable: str) -> socket.socket | None:
-    """The socket that a variable of the environment names, which is taken out: workers and muxes have no use for it."""
+    """Return the socket whose descriptor an environment variable has. Removes the variable, so no child inherits it."""
     number = os.environ.pop(variable, "")
     if not number.isdigit():
         return None
@@ -63,7 +62,7 @@ def inherited(variable: str) -> socket.socket | None:
 
 
 class Predecessor:
-    """The daemon that this one is to follow: its listening sockets by name, and its word to begin."""
+    """The daemon that this one replaces: its listening sockets by name, and its word to begin."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -71,7 +70,7 @@ class Predecessor:
         message: dict[str, Any] = json.loads(content) if content else {}
         names: list[str] = message.get("sockets", [])
         self.ports: Mapping[str, str] | None = message.get("ports")
-        """Where other processes or parts of it listen, by their keys; None of one that tells none."""
+        """The `other_ports` of the predecessor; None if it does not send them."""
         self._sockets: dict[str, socket.socket] = dict(
             zip(names, [socket.socket(fileno=each) for each in descriptors], strict=False)
         )
@@ -79,33 +78,33 @@ class Predecessor:
 
     @classmethod
     def from_environment(cls) -> Predecessor | None:
-        """None for a daemon that follows none."""
+        """Return the predecessor, or None if this daemon was not started by one."""
         control = inherited(CONTROL)
         return None if control is None else cls(control)
 
     def take(self, name: str) -> socket.socket | None:
-        """Its listening socket of this name; the caller owns it."""
+        """Return the listening socket of this name, or None; the caller owns it."""
         return self._sockets.pop(name, None)
 
     def take_all(self, prefix: str) -> dict[str, socket.socket]:
-        """Its listening sockets whose names have this prefix, by the rest of their names; the caller owns them."""
+        """Return the listening sockets with this prefix, by the rest of their names; the caller owns them."""
         names = [name for name in self._sockets if name.startswith(prefix)]
         return {name.removeprefix(prefix): self._sockets.pop(name) for name in names}
 
     def refuse(self, reason: str) -> None:
-        """Tell it why this daemon cannot follow it."""
+        """Tell the predecessor why this daemon cannot take over."""
         with contextlib.suppress(OSError):
             self._control.send(json.dumps({"error": reason[:2000]}).encode())
 
     async def word(self, facts: Mapping[str, str]) -> None:
-        """Say that this daemon is ready, and return at the predecessor's word, after which the state is this one's.
+        """Report that this daemon is ready, and wait for the predecessor's word. Then this daemon owns the state.
 
         Raises:
-            Unavailable: it ended without one, or gives none.
+            Unavailable: the predecessor has ended, or did not give its word in time.
         """
         ends = {int(name): self._sockets.pop(name) for name in (str(RECEIVE_END), str(SEND_END))}
         self._queue = ConnectionQueue(ends)
-        for sock in self._sockets.values():  # of ports that the configuration has no more
+        for sock in self._sockets.values():  # of ports that are not configured any more
             sock.close()
         self._control.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -114,9 +113,9 @@ class Predecessor:
         try:
             async with asyncio.timeout(_WORD_LIMIT_S):
                 if not await loop.sock_recv(self._control, _MESSAGE_BYTES):
-                    raise Unavailable("the daemon that this one was to follow has ended")
+                    raise Unavailable("the previous daemon ended before it handed over")
         except TimeoutError:
-            raise Unavailable(f"the daemon to follow gives no word within {_WORD_LIMIT_S:g} s") from None
+            raise Unavailable(f"the previous daemon did not hand over within {_WORD_LIMIT_S:g} s") from None
 
     def serve(self, take: Callable[[socket.socket], None]) -> None:
         """Have `take` serve the open connections that the predecessor passes on, until it has ended."""
@@ -134,12 +133,12 @@ class Predecessor:
             queue.take_last(take_one)
             queue.close()
 
-        loop.add_reader(self._control, on_end)  # readable at its end alone: no message follows
+        loop.add_reader(self._control, on_end)  # it gets readable only when it closes: no message follows
 
 
 @contextlib.contextmanager
 def following() -> Iterator[Predecessor | None]:
-    """The predecessor of this process, which gets an error that ends the block."""
+    """Yield the predecessor of this process, if any. An error that ends the block is reported to it."""
     predecessor = Predecessor.from_environment()
     try:
         yield predecessor
@@ -158,12 +157,12 @@ class Follower:
 
 
 class Succession:
-    """The start of this daemon's successor, and the end of this process after it.
+    """Starts this daemon's successor, and ends this process after it.
 
-    `facts` must be the same in the successor: by the state file and the run directory it finds what it adopts.
-    `environ` are variables of a supervisor that were taken out of the environment: it learns the new pid, while
-    others wait for the one that they know. `take_over` is called once, when a successor is ready: this daemon is to
-    leave, and to call `give_word`.
+    `facts` must be the same in the successor, which finds what to adopt by the state file and the run directory.
+    `environ` has the variables of a supervisor that were removed from the environment. Such a supervisor learns the new
+    pid; others wait for the pid that they know. `take_over` is called once, when a successor is ready: this daemon must
+    then leave and call `give_word`.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class Succession:
         self._command = [*(command or command_line())]
         self._limit_s = limit_s
         self._parent = inherited(LINK)
-        self._link: socket.socket | None = None  # this process's end, as the parent of its successor
+        self._link: socket.socket | None = None  # this process's end, if it becomes the parent of its successor
         self._queue: ConnectionQueue | None = None
         self._control: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -192,39 +191,39 @@ class Succession:
         self._may_begin = True
         self._owes_reload = False
         self.serving = asyncio.Event()
-        """Set when this daemon has started in full: no port and no file is refused it any more."""
+        """Set when the start of this daemon is complete, so that it cannot fail any more."""
         self.is_taking_over = False
-        """Whether a successor is ready, to which this daemon leaves everything."""
+        """True once a successor is ready, to which this daemon hands over."""
         self.has_given_word = False
         self._is_word_lost = False
         self._is_to_end = False
 
     @property
     def tells_supervisor(self) -> bool:
-        """True if a supervisor is to learn the new pid, as no parent keeps the former one."""
+        """True if a supervisor must learn the new pid, since no parent keeps the former one."""
         return bool(self._environ) and self._parent is None
 
     def offer(self, sockets: Callable[[], Mapping[str, socket.socket]], ports: Mapping[str, str]) -> None:
-        """Give a successor the listening sockets that there are at its start, by name, and tell it of other `ports`."""
+        """Set what a successor gets: the listening sockets at its start, by name, and other `ports`."""
         self._sockets, self._ports = sockets, ports
 
     def alarms(self) -> list[str]:
         return [self._failure] if self._failure else []
 
     def watch_parent(self) -> None:
-        """Kill this process when its parent is killed: workers and muxes go on, and the next daemon adopts them."""
+        """Kill this process if its parent is killed. Workers and muxes keep serving, and the next daemon adopts them."""
         if self._parent is not None:
             asyncio.get_running_loop().add_reader(self._parent, self._on_parent)
 
     def _on_parent(self) -> None:
-        log.critical("the parent process was killed: ending like a daemon that was killed")
+        log.critical("the parent process was killed, so this daemon kills itself; workers and muxes keep serving")
         os.kill(os.getpid(), signal.SIGKILL)
 
     async def begin(self) -> Follower:
-        """Start a successor; returns when it is ready, and this daemon about to leave. Calls meanwhile wait for it too.
+        """Start a successor and wait until it is ready. Concurrent calls wait for the same successor.
 
         Raises:
-            UpdateFailed: it does not get ready; this daemon serves on.
+            UpdateFailed: the successor did not become ready; this daemon keeps serving.
             Unavailable: this daemon is ending.
         """
         if not self._may_begin:
@@ -239,18 +238,18 @@ class Succession:
         if preparing.cancelled():
             return
         if (error := preparing.exception()) is not None:
-            self._failure = f"the last restart of the daemon failed, and this one serves on: {error}"
+            self._failure = f"the last restart of the daemon failed, and the old daemon keeps serving: {error}"
             log.error("restart failed", extra={"reason": str(error)})
             return
 
     def refuse(self) -> None:
-        """Begin none any more, and end one that is not ready: this daemon stops."""
+        """Start no successor from now on, and end one that is not ready. Used when this daemon stops."""
         self._may_begin = False
         if self._preparing is not None:
             self._preparing.cancel()
 
     async def cancel(self) -> None:
-        """Like `refuse`; returns when it has ended."""
+        """Like `refuse`, and wait until the successor has ended."""
         self.refuse()
         if self._preparing is not None:
             await asyncio.wait({self._preparing})
@@ -269,8 +268,8 @@ class Succession:
             await asyncio.to_thread(_end, child)
             raise
         facts = {"successor": follower.pid, "successor_version": follower.version, "by": ORDERED_BY.get()}
-        log.info("the next daemon is ready, and takes over", extra=facts)
-        self.is_taking_over, self._may_begin = True, False  # in this step of the task: it cannot be refused any more
+        log.info("the next daemon is ready and takes over", extra=facts)
+        self.is_taking_over, self._may_begin = True, False  # set without an await, so `refuse` cannot come between
         self._take_over(follower)
         return follower
 
@@ -294,7 +293,7 @@ class Succession:
             sockets = dict(islice({**ends, **self._sockets()}.items(), _MAX_DESCRIPTORS))
             message = json.dumps({"sockets": [*sockets], "ports": dict(self._ports)}).encode()
             socket.send_fds(self._control, [message], [each.fileno() for each in sockets.values()])
-            # In a new session: a Ctrl-C in the terminal would else reach it twice.
+            # A new session, since a Ctrl-C in the terminal would reach it twice otherwise.
             self._child = subprocess.Popen(self._command, env=environ, pass_fds=passed, start_new_session=True)
             log.info("the next daemon is being started", extra={"successor": self._child.pid})
 
@@ -306,18 +305,18 @@ class Succession:
             async with asyncio.timeout(self._limit_s):
                 content = await asyncio.get_running_loop().sock_recv(self._control, _MESSAGE_BYTES)
         except TimeoutError:
-            raise UpdateFailed(f"The next daemon is not ready within {self._limit_s:g} s") from None
+            raise UpdateFailed(f"The next daemon was not ready within {self._limit_s:g} s") from None
         message: dict[str, Any] = json.loads(content) if content else {}
         if "ready" not in message:
             status = await asyncio.to_thread(_end, self._child)
-            reason = message.get("error") or f"it ended with status {status}; its messages are where this daemon logs"
-            raise UpdateFailed(f"The next daemon does not start: {reason}")
+            reason = message.get("error") or f"it ended with status {status}; see the output of this daemon"
+            raise UpdateFailed(f"The next daemon did not start: {reason}")
         found = message["ready"]
         for name, value in self._facts.items():
             if found.get(name) != value:
                 raise UpdateFailed(
-                    f"The next daemon would have {name} = {found.get(name)!r} and not {value!r}: it would not find "
-                    "what this one has started. Stop the daemon and start it again"
+                    f"The next daemon would use {name} = {found.get(name)!r} instead of {value!r}, and not find the "
+                    "running workers. Stop the daemon and start it again"
                 )
         return Follower(self._child.pid, str(found.get("version")))
 
@@ -328,22 +327,20 @@ class Succession:
         self._control = self._link = self._queue = self._child = None
         self._owes_reload = False
 
-    # The word, and after it
-
     def pass_on(self, connection: socket.socket) -> None:
-        """Give the successor an open connection."""
+        """Pass an open connection to the successor."""
         assert self._queue is not None
         self._queue.pass_on(0, connection)
 
     async def all_passed_on(self, limit_s: float) -> None:
-        """Return when the successor has every connection, or at the limit. Others end with this process."""
+        """Wait until the successor has all connections, at most `limit_s`. The rest end with this process."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self._queue is not None and self._queue.is_sending and not self._has_lost_word():  # noqa: ASYNC110
                     await asyncio.sleep(_SENT_POLL_S)
 
     def give_word(self) -> int | None:
-        """Let the successor begin; the result is its pid, None if it has ended. State and run files are free."""
+        """Let the successor begin, after state and run files are released. Return its pid, or None if it has ended."""
         assert self._control is not None
         assert self._child is not None
         self.has_given_word = True
@@ -359,36 +356,36 @@ class Succession:
         return self._child.pid
 
     def _tell_parent(self, pid: int) -> None:
-        """Name the daemon that serves from now on."""
+        """Tell the parent which daemon serves from now on."""
         if self._parent is not None:
             with contextlib.suppress(OSError):
                 self._parent.send(str(pid).encode())
 
     def _has_lost_word(self) -> bool:
-        """Whether the successor ended before it took over: a connection whose messages were not read is reset."""
+        """True if the successor ended before it took over: a socket that closes with unread messages is reset."""
         if not self._is_word_lost and self._control is not None:
             try:
                 self._control.recv(1, socket.MSG_DONTWAIT)
             except ConnectionResetError:
                 self._is_word_lost = True
-                log.critical("the next daemon ended before it took over", extra={"reason": "it has not read the word"})
+                log.critical("the next daemon ended before it took over", extra={"reason": "it did not read the word"})
                 self._tell_parent(os.getpid())
-            except OSError:  # it lives
+            except OSError:  # the successor runs
                 pass
         return self._is_word_lost
 
     def send_signal(self, number: int) -> None:
-        """Pass a signal on to the successor, if there is one: SIGHUP once it has the word, others at once."""
+        """Pass a signal to the successor, if there is one: SIGHUP once it has the word, others at once."""
         if number == signal.SIGHUP and not self.has_given_word:
-            self._owes_reload = self._child is not None  # which has no handler yet, or nothing to reload
+            self._owes_reload = self._child is not None  # before the word it may have no handler
         elif self._child is not None:
             self._is_to_end |= number in (signal.SIGTERM, signal.SIGINT)
             self._child.send_signal(number)
 
     def leave(self, status: int) -> int:
-        """At the end of this process: the exit status, unless the process becomes its successor's parent.
+        """Return the exit status at the end of this process, or become the parent of the successor and not return.
 
-        It starts again where the successor ended before it took over, if the process is still that of its supervisor.
+        If the successor ended before it took over, execute the command line again, unless a supervisor has its pid.
         """
         if not self.has_given_word or self._child is None:
             return status
@@ -401,20 +398,20 @@ class Succession:
         return status
 
     def _start_again(self) -> NoReturn:
-        """Replace this program by its own command line, which adopts the workers and muxes that were left."""
-        _end(self._child)  # its ports are free then, and the next program has no child that it does not know
+        """Execute the command line again in this process. The new daemon adopts the workers and muxes."""
+        _end(self._child)  # frees its ports, and leaves the next program no unknown child
         environ = {**os.environ, **self._environ}
         if self._parent is not None:
             self._parent.set_inheritable(True)
             environ[LINK] = str(self._parent.fileno())
-        unblock_signals()  # as when it was started: one that came meanwhile ends it
+        unblock_signals()  # the mask is inherited, and a daemon starts with signals unblocked
         os.execvpe(self._command[0], self._command, environ)
 
 
 def command_line() -> list[str]:
-    """The command of this process, begun by the program's own file where there is one.
+    """Return the command of this process. If it ran a script, the command starts with the script's path.
 
-    A path that leads to another version now, as by a link that was moved, so starts that version, with its interpreter.
+    If the path leads to another version now, such as by a changed symlink, this runs that version and its interpreter.
     """
     first, *rest = sys.orig_argv
     if rest and not rest[0].startswith("-") and os.access(rest[0], os.X_OK) and _is_script(Path(rest[0])):
@@ -431,7 +428,7 @@ def _is_script(path: Path) -> bool:
 
 
 def _end(child: subprocess.Popen[bytes] | None) -> int | None:
-    """Kill a successor that was not to serve, unless it ends; its exit status."""
+    """Wait for a successor to end, kill it after 5 s, and return its exit status."""
     if child is None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""Watches of the daemon: the disks that it writes to, and its configuration file, which is reloaded when its content
-has changed, as when a ConfigMap is swapped. `Notifier` tells systemd (`sd_notify`) of readiness, reload and stop, and
-feeds its watchdog.
+"""Watches of the daemon: `DiskWatch` for the disks that it writes to, `ConfigWatch` for its configuration file, which
+is reloaded when its content changes, such as by an updated ConfigMap. `Notifier` tells systemd (`sd_notify`) of
+readiness, reload and stop, and feeds its watchdog.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from teimgr.observability.request_context import ordered_by
 log = logging.getLogger(__name__)
 
 BY = "watch of the configuration file"
-_LIMIT_S = 10.0  # of a look, which never ends where a file server is lost
+_LIMIT_S = 10.0  # of one check, which never ends if a file server is lost
 
 
 class Reloads(Protocol):
-    """The reloader of the file; `tried` is the digest of the content that it read last, whoever ordered that."""
+    """The reloader of the file; `tried` is the digest of the content that it last read, for any caller."""
 
     @property
     def tried(self) -> str: ...
@@ -39,7 +39,7 @@ class Reloads(Protocol):
 
 
 class Identity(NamedTuple):
-    """The identity of a file's content; `path` has its links resolved, so that it differs after a link was swapped."""
+    """The identity of a file's content. `path` has its links resolved, so it differs after a symlink is changed."""
 
     path: str
     device: int
@@ -49,9 +49,9 @@ class Identity(NamedTuple):
 
 
 class ConfigWatch:
-    """Looks at `file` each `interval_s` while `running`, and has `reloads` reload it when its content is another.
+    """Checks `file` every `interval_s` while `running`, and reloads it through `reloads` when its content has changed.
 
-    A file is taken once two looks in a row find it the same, so that one which is just being written is not.
+    A changed file is reloaded only once two checks in a row see it the same, so a file being written is not read.
     """
 
     def __init__(self, file: Path | None, interval_s: float, reloads: Reloads) -> None:
@@ -63,22 +63,22 @@ class ConfigWatch:
         self._alarm: str | None = None
 
     def running(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Look while the block runs."""
+        """Check regularly while the block runs."""
         if self._interval_s and self._file is not None:
             return in_background(self._run, BY)
         if self._interval_s:
-            log.warning("config_watch_secs: not used, since no configuration file was given")
+            log.warning("config_watch_secs has no effect: no configuration file was given")
         return contextlib.nullcontext()
 
     def alarms(self) -> list[str]:
-        """Why the file cannot be looked at; faults in its content are alarms of the reload."""
+        """Return why the file cannot be checked. Errors in its content are alarms of the reload."""
         return [self._alarm] if self._alarm else []
 
     async def _run(self) -> None:
-        await regularly(self.look, self._interval_s, "the configuration file was not looked at", log)
+        await regularly(self.look, self._interval_s, "the configuration file could not be checked", log)
 
     async def look(self) -> None:
-        """Look once, and reload a file that has changed."""
+        """Check once, and reload the file if it has changed."""
         assert self._file is not None
         try:
             found = await self._within_limit(identity, self._file)
@@ -87,7 +87,7 @@ class ConfigWatch:
                 content = await self._within_limit(Path.read_bytes, self._file)
                 self._settled = found
                 if digest_of(content) != self._reloads.tried:
-                    with ordered_by(BY), contextlib.suppress(InvalidConfig):  # logged, an event and an alarm
+                    with ordered_by(BY), contextlib.suppress(InvalidConfig):  # already logged, an event and an alarm
                         await self._reloads.reload()
         except OSError as error:
             self._seen = None
@@ -96,7 +96,7 @@ class ConfigWatch:
             self._alarm = None
 
     async def _within_limit(self, work: Callable[[Path], Any], file: Path) -> Any:
-        """Do blocking work on a thread; past the limit an alarm stands until it is done."""
+        """Do blocking work on a thread. After the time limit, raise an alarm until it is done."""
         doing = asyncio.create_task(asyncio.to_thread(work, file))
         if not (await asyncio.wait({doing}, timeout=_LIMIT_S))[0]:
             self._alarm = f"{file}: the configuration file does not answer within {_LIMIT_S:g} s"
@@ -104,10 +104,10 @@ class ConfigWatch:
 
 
 def identity(file: Path) -> Identity:
-    """The identity of a file, all links followed. Blocking.
+    """Return the identity of a file, with all links followed. Blocking.
 
     Raises:
-        OSError: it cannot be looked at, or cannot be read more than once, as a pipe.
+        OSError: the file cannot be examined, or is not a regular file.
     """
     path = file.resolve(strict=True)
     found = path.stat()
@@ -121,7 +121,7 @@ _INTERVAL_S = 30.0
 
 
 class DiskWatch:
-    """Looks at the disks of `folders`, by what they are for, while `run` runs; `usage` is that of one folder."""
+    """Checks the disks of `folders`, by purpose, while `run` runs; `usage` measures the disk of one folder."""
 
     def __init__(
         self, folders: Mapping[str, Path], usage: Callable[[Path], tuple[int, float, int]] | None = None
@@ -132,7 +132,7 @@ class DiskWatch:
         self._used: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Look at regular intervals, until cancelled."""
+        """Check regularly until cancelled."""
         while True:
             look = asyncio.create_task(asyncio.to_thread(self.look))
             if not (await asyncio.wait({look}, timeout=_LIMIT_S))[0]:
@@ -141,12 +141,12 @@ class DiskWatch:
             await asyncio.sleep(_INTERVAL_S)
 
     def look(self) -> None:
-        """Look at each disk once. Blocking."""
+        """Check each disk once. Blocking."""
         found: dict[int, tuple[float, int, list[str]]] = {}
         for name, folder in self._folders.items():
             try:
                 disk, used, left = self._usage(folder)
-            except OSError:  # of a folder that cannot be used its own part tells
+            except OSError:  # the part that uses the folder reports it
                 continue
             found.setdefault(disk, (used, left, []))[2].append(f"{name} ({folder})")
         self._used = {", ".join(folders): used for used, _, folders in found.values()}
@@ -157,24 +157,26 @@ class DiskWatch:
         ]
 
     def alarms(self) -> list[str]:
-        """A sentence for each disk that is nearly full."""
+        """Return a sentence for each disk that is nearly full or does not respond."""
         return self._alarms
 
     async def page(self) -> Page:
-        """The metric of each disk."""
+        """Return the metric of each disk."""
         return {catalogue.DISK_USED: [Sample("", {"folders": each}, used) for each, used in self._used.items()]}
 
 
 def level_of(used: float) -> int | None:
-    """The highest level, in percent, that a disk with this part in use has reached; None below all."""
+    """Return the highest alarm level in percent that this used part has reached; None below all levels."""
     return next((each for each in _LEVELS if 100 * used >= each), None)
 
 
 def disk_usage(folder: Path) -> tuple[int, float, int]:
-    """The number of the disk that a folder is on, or will be, the part in use, and the bytes left to this user.
+    """Return the device number of the folder's disk, the used part, and the bytes left to this user.
+
+    The folder need not exist yet.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: the disk cannot be examined.
     """
     there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     found = os.statvfs(there)
@@ -182,14 +184,14 @@ def disk_usage(folder: Path) -> tuple[int, float, int]:
     return there.stat().st_dev, used / max(1, used + found.f_bavail), found.f_bavail * found.f_frsize
 
 
-# Where systemd listens, and the watchdog's interval.
+# Environment variables with systemd's socket, the interval of the watchdog, and the process that it watches.
 _SOCKET, _WATCHDOG_USEC, _WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 
 
 class Notifier:
     """Sends the state of this process to systemd; without a `NOTIFY_SOCKET` in the environment it does nothing.
 
-    The variables are taken out of the environment, so that workers and muxes do not notify in the daemon's place.
+    The variables are removed from the environment, so that workers and muxes do not notify systemd too.
     """
 
     def __init__(self) -> None:
@@ -203,7 +205,7 @@ class Notifier:
         self.watchdog_s = int(timeout_us) / 1e6 if is_ours else None
 
     def send(self, *assignments: str) -> None:
-        """Send assignments such as `READY=1`; never raises, for systemd may be gone."""
+        """Send assignments such as `READY=1`; never raises, since systemd may not listen."""
         if not self._address:
             return
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
@@ -212,17 +214,17 @@ class Notifier:
             sock.sendto("\n".join(assignments).encode(), address)
 
     def reloading(self) -> None:
-        """A reload has begun; `send("READY=1")` ends it."""
+        """Report that a reload has begun; `send("READY=1")` ends it."""
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def leave_to(self, pid: int) -> None:
-        """The service goes on in another process, whose notifications alone count; this one sends nothing more."""
+        """Report that the service continues in another process. This one sends nothing more."""
         self.send(f"MAINPID={pid}", "WATCHDOG=1")
         self._address = ""
 
     @contextlib.asynccontextmanager
     async def serving(self, status: str) -> AsyncIterator[None]:
-        """Ready while the body runs, stopping after it; the event loop feeds the watchdog twice in its time."""
+        """Report readiness for the body, and the stop after it. The loop feeds the watchdog twice per interval."""
         self.send("READY=1", f"STATUS={status}")
         watchdog = asyncio.create_task(self._feed(self.watchdog_s / 2), name="watchdog") if self.watchdog_s else None
         try:

@@ -59,10 +59,10 @@ log = logging.getLogger("teimgr.mux")
 _MAX_REMOTE = 16
 _HELLO_LIMIT_S = 5.0
 _SILENCE_LIMIT_S = 30.0
-"""The daemon asks every few seconds. A silent daemon on another host is gone and cannot close its connection."""
+"""The daemon asks every few seconds; the connection of a host that has failed stays open without a message."""
 
 NEXT_DAEMON_S = 30.0
-"""How long calls that wait for a model wait for the next daemon after the last one has disconnected."""
+"""Once the last daemon has disconnected, calls that wait for a model wait this long for the next one."""
 
 Message = dict[str, Any]
 
@@ -119,7 +119,7 @@ class MuxControl:
         self._stop_orphan_timer()
         if self._server is not None:
             self._server.close()
-        if self._path.exists() and self._path.stat().st_ino == self._inode:  # still this process's own
+        if self._path.exists() and self._path.stat().st_ino == self._inode:  # a successor may have replaced it
             self._path.unlink()
         for writer in self._daemons.values():
             write_line(writer, **message)
@@ -183,7 +183,7 @@ class MuxControl:
                 while (message := await self._next(reader)) is not None:
                     await self._take(message, writer)
         except TimeoutError:
-            log.warning("control connection dropped: its certificate has expired, or nothing came in time")
+            log.warning("control connection dropped: its certificate has expired, or no message arrived in time")
         except (OSError, ValueError, TeimgrError) as error:
             log.warning("control connection dropped: %s", error)
             write_line(writer, error=str(error))
@@ -220,7 +220,7 @@ class _Waiting:
     ends: float | None
     tenant: int
     answer: asyncio.Future[None]
-    asked: frozenset[asyncio.StreamWriter] = frozenset()  # the daemons that are still there
+    asked: frozenset[asyncio.StreamWriter] = frozenset()  # without those that have disconnected
 
 
 class DaemonLoads:
@@ -236,7 +236,7 @@ class DaemonLoads:
         self._daemons: frozenset[asyncio.StreamWriter] = frozenset()
         self._waiting: dict[int, _Waiting] = {}
         self._numbers = itertools.count(1)
-        self._giving_up: asyncio.TimerHandle | None = None  # since the last daemon has gone
+        self._giving_up: asyncio.TimerHandle | None = None  # runs while no daemon is connected
         self._has_left = False
 
     @asynccontextmanager
@@ -246,7 +246,7 @@ class DaemonLoads:
         Raises:
             Overloaded: too many calls wait.
             DeadlineExceeded: `timeout_s` has passed.
-            Unavailable: no daemon is connected, and none connected in time.
+            Unavailable: no daemon was connected, or the last one disconnected and no other connected in time.
             TeimgrError: the daemon refused.
         """
         call = next(self._numbers)
@@ -264,7 +264,7 @@ class DaemonLoads:
         try:
             self._ask(call, waiting)
             if not self._daemons and self._giving_up is None:
-                raise Unavailable(f"Instance '{instance}' is not loaded, and no daemon is here to load it")
+                raise Unavailable(f"Instance '{instance}' is not loaded, and no daemon is connected to load it")
             async with asyncio.timeout(timeout_s) as limit:
                 await waiting.answer
         except TimeoutError:
@@ -272,10 +272,10 @@ class DaemonLoads:
                 raise
             raise DeadlineExceeded from None
         finally:
-            del waiting  # its answer, the error there and this frame would be a cycle, which keeps the caller's payload
+            del waiting  # avoids a reference cycle (answer, error, this frame) that keeps the caller's payload
 
     def _ask(self, call: int, waiting: _Waiting) -> None:
-        """Ask the daemons that were not asked yet: one that is asked twice would keep the model loaded for ever."""
+        """Ask the daemons that were not asked yet. One asked twice would keep the model loaded: one `left` follows."""
         left_s = None if waiting.ends is None else max(0.0, waiting.ends - asyncio.get_running_loop().time())
         for daemon in self._daemons - waiting.asked:
             write_line(daemon, load=[call, waiting.instance, left_s], tenant=waiting.tenant)
@@ -287,7 +287,7 @@ class DaemonLoads:
                 write_line(daemon, left=call)
 
     def take(self, message: Message, daemon: asyncio.StreamWriter) -> None:
-        """Handle a daemon's `ready` or `refused`; its first `snapshot` makes it one of those to ask."""
+        """Handle `ready` or `refused`. Once a daemon has sent a `snapshot`, it is asked for loads."""
         if "snapshot" in message:
             self._found(daemon)
         if "ready" in message:
@@ -335,7 +335,7 @@ class DaemonLoads:
     def _give_up(self) -> None:
         self._stop_giving_up()
         for call in self._waiting:
-            self._answer(call, Unavailable("the daemon, which loads models, has ended"))
+            self._answer(call, Unavailable("the daemon that loads models has ended"))
 
     def _answer(self, call: int, error: TeimgrError | None) -> None:
         if (waiting := self._waiting.get(call)) is not None:

@@ -39,12 +39,12 @@ from teimgr.wire.spaces import Marks
 
 # Metadata that names the instance of a call whose messages have no target.
 INSTANCE_KEY = "x-teimgr-instance"
-# Limit on the Arrow options of a stream, which are put before each of its later messages.
+# Limit on the Arrow options of a stream. They are put before each later message.
 _MAX_OPTIONS_BYTES = 256 * 1024
 
 
 def named_target(router: RouterView, name: str | None, kinds: Sequence[str] = ()) -> Target:
-    """Return the target of a call whose messages have none: `name` from its metadata, else as `RouterView.unnamed`.
+    """Return the target of a call whose messages have none: `name`, else the choice of `RouterView.unnamed`.
 
     Raises:
         InvalidInput: the name is empty.
@@ -72,13 +72,13 @@ async def forward_message(
     record: CallRecord,
     loads: ModelLoads | None = NO_LOADS,
 ) -> WorkerReply:
-    """Forward a unary message. `named` is its target if the message has none, `lane` the value of `LANE_KEY`,
-    `expected` that of `EXPECT_KEY`.
+    """Forward a unary message. `named` is the target of a message without one; `lane` and `expected` are the values of
+    `LANE_KEY` and `EXPECT_KEY`.
 
-    `loads` loads a model on demand while the call waits; None: the call fails instead.
+    `loads` loads a model on demand while the call waits. If it is None, the call fails instead.
 
     Raises:
-        TeimgrError: target, inner request, lookup and worker are checked in this order; the first that fails.
+        TeimgrError: the first check failed of: target, inner request, lookup, worker.
     """
     envelope = rpc.open(message)
     target = _target_of(envelope) if named is None else named
@@ -123,9 +123,9 @@ async def forward_collected(
     `message_timeout_s` bounds the wait for each message, `timeout_s` the whole call.
 
     Raises:
-        InvalidInput: no messages, no target in the first one, or none has a request.
+        InvalidInput: the stream is empty, its first message has no target, or no message has a request.
         TooLarge: the stream exceeds the router's message limit.
-        DeadlineExceeded: a bound has passed.
+        DeadlineExceeded: a time limit has passed.
         TeimgrError: as `Router.lease` and `Lease.call`.
     """
     pairs = PairCollector(router.limits.max_message_bytes)
@@ -231,7 +231,7 @@ class StreamForwarder:
             message = await receive()
             if message is not None:
                 if self._suffix:
-                    message += self._suffix  # a large one is a bytearray, and not copied
+                    message += self._suffix  # a large message is a bytearray, which is not copied
                 return message
             if self._target is None:
                 raise InvalidInput("Empty stream")
@@ -252,7 +252,7 @@ class StreamForwarder:
                 await on_first(lease.marks)
             if envelope.inner is None:
                 return None
-            # The options of the stream's first message; the message's own fields come later and so win.
+            # The message's own fields come after the options of the first message, so they override them.
             before = self._options_before(message) if self._rpc.arrow_field else b""
             try:
                 return await lease.start(
@@ -285,13 +285,13 @@ class StreamForwarder:
         return self._lease
 
     def _options_before(self, message: Octets) -> bytes:
-        """Return the options of the stream's first message, to be sent before each later one; none for the first."""
+        """Return the options of the first message, which are sent before each later message; b"" for the first."""
         if self._options is None:
             options = without_fields(message, TARGET_FIELD, self._rpc.arrow_field)
             if len(options) > _MAX_OPTIONS_BYTES:
                 raise InvalidInput(
                     f"The first message has {len(options)} bytes beside its target and table, more than "
-                    f"{_MAX_OPTIONS_BYTES}: they go before each later message"
+                    f"{_MAX_OPTIONS_BYTES}; these bytes are repeated before each later message"
                 )
             self._options = bytes(options)
             return b""
@@ -307,7 +307,7 @@ def _target_of(envelope: Envelope) -> Target:
 
 
 def _lease_for(rpc: Rpc, router: RouterView, target: Target, message: Octets) -> Lease:
-    """Lease a replica for `message`. If that fails, invalid Arrow is reported first: no target would accept it."""
+    """Lease a replica for `message`. If that fails and its Arrow is invalid, raise that error instead."""
     try:
         return router.lease(target)
     except TeimgrError:

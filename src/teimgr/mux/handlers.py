@@ -51,15 +51,15 @@ from teimgr.wire.status import CANCELLED, INTERNAL, GrpcStatus, status_name
 
 _log = logging.getLogger(__name__)
 
-# Every RPC of the table is inference.
+# Each RPC of the table needs this right.
 _RIGHTS = frozenset({Right.INFERENCE})
 _UNCHARGED = "The key '{}' has a quota, which the daemon's host alone charges: call the gRPC port there"
-# Calls whose first message has not arrived, and how long a client may take to send it.
+# Limit on calls that wait for their first message, and how long a client may take to send it.
 _OPEN_CALLS = 4096
 _MESSAGE_S = 120.0
-# Bytes of arriving messages (of client streams, collected into one request), for all processes that share the port,
-# and the same limit for unread replies. A key may hold half of the message bytes, and a connection a quarter of its
-# key's part; a connection may hold a quarter of the reply bytes.
+# Limit on the bytes of arriving messages in all processes that share the port, and the same limit on unread replies.
+# A client stream counts as a whole: it is collected into one request. One key may hold half of the message bytes, and
+# one connection a quarter of its key's part; one connection may hold a quarter of the reply bytes.
 _HELD_BYTES = 512 * 2**20
 _CONNECTION_SHARE = 4
 _KEY_SHARE = 2
@@ -80,7 +80,7 @@ class FirstMessages:
         """The call's message, None if the client has half-closed.
 
         Raises:
-            Overloaded: too many calls, or too many of this caller, wait for their message.
+            Overloaded: too many calls in total, or of this caller, wait for their message.
             TeimgrError: as `RpcStream.receive`.
         """
         if (message := call.received()) is not None:
@@ -95,9 +95,7 @@ class FirstMessages:
 
 
 class Peer:
-    """What all calls of a connection share: the names in its client's certificate, and its budgets, one per key that it
-    has used.
-    """
+    """State that the calls of a connection share: the names in the client's certificate, and a budget per key."""
 
     def __init__(self, unread: ByteBudget) -> None:
         self._budgets: dict[ByteBudget, ByteBudget] = {}
@@ -263,7 +261,7 @@ class MuxHandlers:
         if reply is not None:
             try:
                 await self._send(call, reply)
-            except TeimgrError as error:  # the client does not read it
+            except TeimgrError as error:  # the client does not read its reply
                 status = GrpcStatus.of(error)
         await call.finish(status, named)
 
@@ -273,7 +271,7 @@ class MuxHandlers:
         Raises:
             Unauthenticated, Forbidden: it may not call.
         """
-        policy, metadata = self._policy.now, call.metadata  # not the call: its check would form a cycle with it
+        policy, metadata = self._policy.now, call.metadata  # a check that held the call would be a reference cycle
         charges = self._charges
 
         def caller_by(rules: Policy) -> Caller:
@@ -290,7 +288,7 @@ class MuxHandlers:
             if (now := self._policy.now) is policy:
                 return
             found = caller_by(now)
-            if found.instances != caller.instances:  # this call's router was made for the former instances
+            if found.instances != caller.instances:  # the router of this call covers the former instances
                 raise Forbidden("The key's instances have changed: begin a new call")
             policy = now
 
@@ -298,8 +296,8 @@ class MuxHandlers:
         return caller
 
     def _held_by(self, caller: Caller) -> ByteBudget:
-        """Return the budget of a key, a part of the budget of all; without authentication every caller has the whole
-        budget."""
+        """Return the budget of a key, which is a part of the whole; without authentication every caller may use the
+        whole."""
         if caller is ANONYMOUS:
             return self._held
         budget = self._held_by_key.get(caller.name)
@@ -377,7 +375,7 @@ class MuxHandlers:
             call.still_allowed()
             return message
 
-        # An idle stream would hold up a drain for its whole grace.
+        # Otherwise an idle stream would delay a drain for the whole grace.
         call.stream.call_when(leaving=partial(call.leave, _LEAVING_PAUSE_S))
         named, suffix = call.named_target(router), call.output_dtype()
         forwarder = StreamForwarder(

@@ -62,7 +62,7 @@ class StandardServices:
     """grpc.health.v1 and grpc.reflection; every other path is unimplemented.
 
     Check and Watch of "" and of the services need no key, as /health does. Instances that the caller's key does not
-    cover are unknown services, since names could be guessed and watched. List requires the right to read by `policy`.
+    cover are unknown services, so that names cannot be guessed. List requires the right to read by `policy`.
     """
 
     def __init__(self, policy: PolicyInForce, health: MuxHealth) -> None:

@@ -18,19 +18,19 @@ from teimgr.wire.json_messages import write_line
 from teimgr.wire.tenants.table import COUNTERS, LEASE_S, MAX_ROWS, MAX_TOKENS, Counter, lease_wanted, mean_use
 
 _ANSWER_S = 1.0
-"""How long each call waits for the daemon's decision, or for the next daemon."""
+"""How long a call waits for a decision of the daemon, or for the next daemon to connect."""
 _RETRY_S = 1.0
-_PAUSE_S = 0.1  # between requests for a lease, once less was given: else part after part would take all that is left
+_PAUSE_S = 0.1  # after a lease smaller than asked for; without a pause, repeated requests would take the whole quota
 _REPORT_S = 0.02
 MAX_NEEDS = 256
-"""Calls in one request."""
+"""Limit on the calls in one request to the daemon."""
 _MAX_WAITING = 2048
 
 Later = Callable[[TeimgrError | None], None]
 
 
 class Share(NamedTuple):
-    """What a tenant may use of a busy instance."""
+    """A tenant's weight and priority at a busy instance."""
 
     weight: int = 1
     priority: int = 0
@@ -62,16 +62,16 @@ class LeasedCharge:
         self._later: Later | None = None
 
     def wait_until(self, at: float) -> None:
-        """Wait until then for a decision, on the loop's clock."""
+        """Set the time on the loop's clock at which the wait for a decision ends."""
         self.waits_until = at
 
     def give_up(self, refusal: TeimgrError | None) -> None:
-        """Decide without the daemon. If it grants the tokens after a refusal, all are given back."""
+        """Decide without the daemon. If the daemon grants the tokens of a refused charge later, they are given back."""
         self.is_over = refusal is not None
         self.decide(refusal)
 
     def charge(self, tokens: int, later: Later | None = None) -> None:
-        """Charge the job; `later` gets the decision, at once where enough is leased."""
+        """Charge the job; `later` gets the decision, at once if enough tokens are leased."""
         self.tokens, self._later = tokens, later
         self._purse.draw(self)
 
@@ -92,7 +92,7 @@ class LeasedCharge:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a tenant may use, as the daemon sent it last."""
+    """A tenant's share and quota flags, as last sent by the daemon."""
 
     purse: Purse
     share: Share
@@ -118,20 +118,20 @@ class Purse:
         self._book = book
         self._tenant = tenant
         self._leases: list[Lease] = []
-        self._waiting: dict[LeasedCharge, None] = {}  # in their order
+        self._waiting: dict[LeasedCharge, None] = {}  # an ordered set
         self._asked: _Request | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._use, self._used_at, self._again_at = 0.0, 0.0, 0.0
         self._loop = asyncio.get_running_loop()
 
     def set_terms(self, weight: int = 1, priority: int = 0, has_quota: int = 0, is_shadow: int = 0, *_: int) -> None:
-        """Take a row of `terms`; those that are as before stay the same object."""
+        """Apply a row of `terms`. Unchanged terms stay the same object."""
         terms = Terms(self, Share(weight, priority), bool(has_quota), bool(is_shadow))
         if terms != self.terms:
             self.terms = terms
 
     def draw(self, charge: LeasedCharge) -> None:
-        """Decide on a charge by what is leased, or have the daemon decide."""
+        """Charge the leased tokens if they suffice; otherwise the daemon decides."""
         now = self._loop.time()
         self._use, self._used_at = mean_use(self._use, now - self._used_at, charge.tokens), now
         if not self._waiting and sum([lease.left for lease in self._leases]) >= charge.tokens:
@@ -177,7 +177,7 @@ class Purse:
         """Apply the daemon's decisions on the calls of the request, and its lease of `given` tokens.
 
         Raises:
-            ValueError, TypeError: it is malformed; nothing is applied.
+            ValueError, TypeError: the answer is malformed; nothing is applied.
         """
         assert self._asked is not None
         if len(decisions) != len(self._asked.needs) or type(given) is not int or not 0 <= given <= MAX_TOKENS:
@@ -197,19 +197,19 @@ class Purse:
         self.ask()
 
     def lost(self) -> None:
-        """Withdraw the open request: the calls wait for the next daemon."""
+        """Withdraw the open request; its calls wait for the next daemon."""
         if self._asked is not None:
             asked, self._asked = self._asked, None
             self._waiting = dict.fromkeys([each for each in asked.needs if not each.is_decided]) | self._waiting
             self._book.forget(asked.number)
 
     def _undecided(self) -> list[LeasedCharge]:
-        """Return the calls that wait, in their order; the daemon was asked about the first ones."""
+        """Return the waiting calls in order. The calls of the open request come first."""
         asked = self._asked.needs if self._asked is not None else []
         return [*(each for each in asked if not each.is_decided), *self._waiting]
 
     def _set_timer(self) -> None:
-        """Wake when the first call has waited long enough; later ones have their own time."""
+        """Start the timer for the earliest deadline of a waiting call, if it is not running."""
         if self._timer is None and (undecided := self._undecided()):
             self._timer = self._loop.call_at(min(each.waits_until for each in undecided), self._refuse)
 
@@ -219,7 +219,7 @@ class Purse:
         now = self._loop.time()
         for charge in [each for each in self._undecided() if each.waits_until <= now]:
             self._waiting.pop(charge, None)
-            error = Unavailable("The daemon's host, which has the quota of the key, cannot be reached")
+            error = Unavailable("The daemon's host, which keeps the quota of the key, cannot be reached")
             error.try_after(_RETRY_S)
             charge.give_up(None if self.terms.is_shadow else error)
         if self._asked is not None and all(each.is_decided for each in self._asked.needs):
@@ -249,7 +249,7 @@ class Purse:
 
 
 def _refusal(decision: Any) -> TeimgrError | None:
-    """Return the refusal in a decision of the daemon. Raises ValueError, TypeError: it is malformed."""
+    """Return the refusal in a decision of the daemon. Raises ValueError, TypeError if it is malformed."""
     if decision is None or decision is True:
         return None
     code, text, retry_s = decision
@@ -273,7 +273,7 @@ class LeasedMeters:
         self._reporting: asyncio.TimerHandle | None = None
 
     def take(self, message: dict[str, Any], daemon: asyncio.StreamWriter) -> None:
-        """Take `terms` or `leased` of `mux/control.py`."""
+        """Handle `terms` or `leased` (see `mux/control.py`)."""
         if "terms" in message:
             self._learn(message["terms"], daemon)
         if "leased" in message:
@@ -281,16 +281,16 @@ class LeasedMeters:
             if (purse := self._asked.get(number)) is not None:
                 purse.answered(decisions, given)
                 del self._asked[number]
-            else:  # too late
+            else:  # the request was withdrawn: give its tokens back
                 granted = [place for place, each in enumerate(decisions) if not isinstance(each, list)]
                 for place in (*granted, len(decisions)):
                     self.settled(number, place, 0)
 
     def lost(self, daemon: asyncio.StreamWriter) -> None:
-        """Process the end of a daemon's link."""
+        """Handle the end of a daemon's link."""
         if daemon is self._daemon:
             self._daemon, self._lost_at = None, asyncio.get_running_loop().time()
-            self._settled.clear()  # that daemon settles all when its link ends
+            self._settled.clear()  # the daemon settles all charges itself when its link ends
             for purse in self._purses.values():
                 purse.lost()
 
@@ -306,7 +306,7 @@ class LeasedMeters:
         return found
 
     def wait_s(self) -> float:
-        """Return how long a call waits for a decision; 0 if the daemon has been gone for that long."""
+        """Return how long a call waits for a decision: after a disconnection, what is left of the same limit."""
         if self._daemon is not None:
             return _ANSWER_S
         return max(0.0, self._lost_at + _ANSWER_S - asyncio.get_running_loop().time())
@@ -316,7 +316,7 @@ class LeasedMeters:
         return self._daemon is not None
 
     def number_for(self, purse: Purse) -> int:
-        """Return the number of a new request, whose answer the purse gets."""
+        """Return the number of a new request of the purse."""
         number = next(self._numbers)
         self._asked[number] = purse
         return number
@@ -327,11 +327,11 @@ class LeasedMeters:
             write_line(self._daemon, **values)
 
     def forget(self, number: int) -> None:
-        """Ignore the answer to a request; what it grants is refunded."""
+        """Ignore the answer to a request; tokens that it grants are refunded."""
         self._asked.pop(number, None)
 
     def settled(self, number: int, place: int, computed: int) -> None:
-        """Report that all charges of a lease have ended."""
+        """Report the computed tokens of a lease or charge that has ended."""
         if self._daemon is not None:
             self._settled.append((number, place, computed))
             self._report_soon()
@@ -341,7 +341,7 @@ class LeasedMeters:
         self._report_soon()
 
     def report(self) -> None:
-        """Send the daemon what is settled and used. Without a daemon the counts of use are kept for the next one."""
+        """Send the daemon settled charges and counts of use. Counts are kept while no daemon is connected."""
         if self._reporting is not None:
             self._reporting.cancel()
             self._reporting = None

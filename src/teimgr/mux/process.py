@@ -59,13 +59,13 @@ from teimgr.worker.tenant_meter import EntryMeters
 
 _log = logging.getLogger("teimgr.mux")
 BESIDE = "beside"
-"""Second argument of a mux that listens on the port together with the mux that it will replace."""
+"""Second argument of a mux that shares the port with the mux that it will replace."""
 _DRAIN_S = 10.0
 _EXIT_BAD_CONFIG = 2
 _EXIT_CANNOT_LISTEN = 4
 
 
-# After the last call clients close their connections; the server closes those that stay open.
+# After the last call, clients have this long to close their connections before the server closes them.
 _CLOSE_S = 1.0
 
 
@@ -133,7 +133,7 @@ class GrpcServer:
         deadline = loop.time() + grace_s
         for connection in self._connections():
             connection.leave()
-        # Repeated for connections that finish their handshake now and sent calls before they got GOAWAY.
+        # Repeated: a connection that finishes its handshake now may have sent calls before it got GOAWAY.
         while (tasks := set(self._state.tasks)) and (left_s := deadline - loop.time()) > 0:
             await asyncio.wait(tasks, timeout=left_s)
         await self._closed()
@@ -162,7 +162,7 @@ def tls_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def tls_context_of(pems: Pems) -> ssl.SSLContext:
-    """Like `tls_context`, for certificates that are not in a file."""
+    """Like `tls_context`, for certificates that are in memory."""
     with _in_memory(pems.cert) as cert, _in_memory(pems.key) as key, _in_memory(pems.ca or b"") as ca:
         return tls_context(TlsFiles(cert, key, ca if pems.ca is not None else None))
 
@@ -186,7 +186,7 @@ class Mux:
         self._is_beside = is_beside
         self._identity = FleetIdentity(Path(config.identity_dir), config.node) if config.identity_dir else None
         limits = LinkLimits(max_message_bytes=config.max_message_bytes)
-        # The table of the tenants is on the daemon's host.
+        # A mux on another host cannot map the table of the tenants, so it leases quotas.
         self._leases = LeasedMeters() if config.control_fd >= 0 else None
         table = EntryMeters(Path(config.run_dir) / TENANTS_FILE) if self._identity else None
         meters = self._leases or table
@@ -235,7 +235,7 @@ class Mux:
         _log.info("mux waits for its first snapshot", extra={"host": self._config.host, "port": self._port})
         await self._woken.wait()
         if not self._stopping.is_set():
-            # Clients wait in the listen backlog until now: without a directory every call would fail as not found.
+            # Clients wait in the listen backlog until now, since without a directory every call would get NOT_FOUND.
             await self._server.start()
             if self._unix is not None:
                 self._publish(self._unix)
@@ -245,13 +245,13 @@ class Mux:
             watching.cancel()
         if self._leases is not None:
             self._leases.report()
-        # Announced to the daemon and to load balancers; a successor may take the port and control socket now.
+        # A successor may take the port and the control socket from now on.
         self._control.leave({"stopping": self._grace_s})
         self._loads.leave()
         self._health.stop()
         if self._unix is not None:
             self._unix.file.remove()
-        # No new calls; those in flight get the grace, until a second signal.
+        # A second signal ends the grace of the calls in flight.
         draining = asyncio.create_task(self._server.stop(self._grace_s))
         forced = asyncio.create_task(self._forced.wait())
         await asyncio.wait((draining, forced), return_when=asyncio.FIRST_COMPLETED)
@@ -300,7 +300,7 @@ class Mux:
         config = self._config
         try:
             sock = bind(config.host, config.port, is_shared=config.processes > 1 or self._is_beside)
-            # Allows a successor of another version, and no other user's process, to listen before this one leaves.
+            # Lets a successor listen before this process leaves, but no process of another user.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self._server.add(sock)
             self._port = sock.getsockname()[1]
@@ -335,7 +335,7 @@ class Mux:
         self._stop(_DRAIN_S)
 
     def _stop(self, grace_s: float) -> None:
-        if self._stopping.is_set():  # the shorter of the two graces counts
+        if self._stopping.is_set():  # the shorter grace applies
             asyncio.get_running_loop().call_later(grace_s, self._forced.set)
             return
         self._grace_s = grace_s
@@ -348,7 +348,7 @@ class Mux:
         self._stop(_DRAIN_S)
 
     def _process(self, message: Message, daemon: asyncio.StreamWriter) -> Message | None:
-        if "policy" in message:  # before a snapshot, which lets the server start
+        if "policy" in message:  # applied before the snapshot, with which the server starts
             self._policy.swap(Policy.from_json(json.dumps(message["policy"])))
         if "tls" in message:
             self._take_certificates(message["tls"])
@@ -376,13 +376,13 @@ class Mux:
             self._leases.lost(daemon)
 
     def _take_certificates(self, texts: dict[str, str | None]) -> None:
-        """Use certificates from the daemon, which has validated them."""
+        """Use certificates that the daemon has sent and validated."""
         pems = Pems(**{name: text and text.encode() for name, text in known(Pems, texts).items()})
         self._server.secure(tls_context_of(pems))
         self._may_listen.set()
 
     async def _take_files(self, files: TlsFiles) -> None:
-        """Raises InvalidConfig: they cannot be used."""
+        """Load the certificates. Raises InvalidConfig if they cannot be used."""
         self._server.secure(tls_context(files))
 
     def _change(self, changes: Iterable[tuple[str, RouteEntry | None]]) -> None:
