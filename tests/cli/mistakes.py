@@ -70,7 +70,7 @@ MISTAKES = (
     Mistake("models check {folder}/none", "none"),
     Mistake("plan --nope", "No such option"),
     Mistake("plan --apply", "--apply needs FILE"),
-    Mistake("recommendations --apply x", "`teimgr recommendations` lists those of now"),
+    Mistake("recommendations --apply x", "no longer recommended"),
     Mistake("explain OVERLODED", "OVERLOADED"),
     Mistake("usage --by colour", "key"),
     Mistake("config check {folder}/bad.toml", "api_port"),

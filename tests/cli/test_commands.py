@@ -437,7 +437,7 @@ def test_contexts_name_daemons(run: Run, fleet: WarmDaemonProcess, monkeypatch: 
     run("context", "use", "there")
     assert "the context 'there'" in run("ps").err
     assert run("ps", "-q", "--context", "here").status == ExitStatus.OK
-    assert "`teimgr context use NAME` chooses one of here" in run("context", "rm", "there").err
+    assert "`teimgr context use NAME` selects one of here" in run("context", "rm", "there").err
     assert [row[1] for row in run("context", "list").rows] == ["here"]
 
 

@@ -506,7 +506,7 @@ class Daemon:
         self._end_within(_THREADS_LIMIT_S)
 
     def _end_within(self, limit_s: float) -> None:
-        """Kill the process after `limit_s`: threads waiting for a disk cannot be cancelled, and Python waits for them."""
+        """Kill the process after `limit_s`: a thread waiting for a disk cannot be cancelled, and Python awaits it."""
         self._last_resort.cancel()
         self._last_resort = threading.Timer(limit_s, self._give_up)
         self._last_resort.daemon = True

@@ -211,7 +211,7 @@ class Succession:
         return [self._failure] if self._failure else []
 
     def watch_parent(self) -> None:
-        """Kill this process if its parent is killed. Workers and muxes keep serving, and the next daemon adopts them."""
+        """Kill this process if its parent is killed. Workers and muxes keep serving; the next daemon adopts them."""
         if self._parent is not None:
             asyncio.get_running_loop().add_reader(self._parent, self._on_parent)
 
