@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from teimgr.engine.batching.batch import Encoded
 from teimgr.engine.images.inputs import DualTokenizer
-from teimgr.engine.text import tokenizer as tokenizer_module
 from teimgr.engine.text.boundaries import _WORD_PATTERNS, breaks_at_spaces
 from teimgr.engine.text.tokenizer import TextTokenizer, TokenizeOptions
 from teimgr.engine.text.tokenizer_library import check_patterns, load_tokenizer
@@ -65,24 +65,35 @@ def test_a_pattern_that_takes_exponential_time_is_refused_at_the_load(
     assert repr(pattern) in refusal.value.message
 
 
-def test_an_id_of_more_than_31_bits_fails_its_text_alone(
-    tmp_path: Path, model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.json"])
+def test_an_id_far_beyond_the_tokens_is_refused_in_little_time(
+    family: str, file: str, tmp_path: Path, model_dir: Callable[..., Path]
 ) -> None:
-    """Without the native form, which declines such a vocabulary: the library writes its JSON in a loop over all ids
-    below the largest, some 20 s of processor time."""
-    monkeypatch.setattr(tokenizer_module, "wordpiece", lambda tokenizer, specials: None)
-    bert = model_dir("bert")
-    model = json.loads((bert / "tokenizer.json").read_text())["model"]
-    folder = _changed(bert, tmp_path, {"model": {**model, "vocab": {**model["vocab"], "qqq": 2**31}}})
-    tokenizer = TextTokenizer(read_layout(folder), 64)
+    """The library writes a vocabulary in a loop over all ids below the largest, some 20 s of processor time."""
+    folder = _with_id(model_dir(family), tmp_path, 2**32 - 1)
+    if file == "vocab.json":
+        write(folder / file, json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+        (folder / "tokenizer.json").unlink()
+    layout = read_layout(folder)
+    began = time.process_time()
 
-    far, near = tokenizer.encode(["qqq", "fog"], TokenizeOptions())
-    (alone,) = tokenizer.encode(["qqq"], TokenizeOptions())
+    with pytest.raises(ModelLoadFailed, match=f"{file} has the token id 4294967295, with [0-9]+ tokens"):
+        load_tokenizer(layout)
+    assert time.process_time() - began < 2
 
-    for one in (far, alone):
-        assert isinstance(one, TokenizerFailed)
-        assert "a token id of more than 31 bits" in one.message
-    assert isinstance(near, Encoded)
+
+def test_ids_up_to_the_models_rows_are_read(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
+    """With a gap below them, as of tokens added up to the end of a padded table."""
+    folder = _with_id(model_dir("bert"), tmp_path, 1_999_999)
+    edit(folder / "config.json", vocab_size=2_000_000)
+
+    assert 1_999_999 in ids(TextTokenizer(read_layout(folder), 64), "qqq", TokenizeOptions())
+
+
+def _with_id(model: Path, tmp_path: Path, id: int) -> Path:
+    given = json.loads((model / "tokenizer.json").read_text())["model"]
+    return _changed(model, tmp_path, {"model": {**given, "vocab": {**given["vocab"], "qqq": id}}})
 
 
 def test_a_prompt_may_have_no_tokens(tmp_path: Path, model_dir: Callable[..., Path]) -> None:

@@ -604,7 +604,7 @@ class TextTokenizer:
             )
         lists = [encoding.ids for encoding in encodings]
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-        ids, ends = _ids_of(lists), np.cumsum(lengths)
+        ids, ends = _joined(lists, np.int32), np.cumsum(lengths)
         types = _joined([encoding.type_ids for encoding in encodings], np.uint8) if self._type_ids else None
         prompt_tokens = self.prompt_len(options.prompt)
         tokenized = TokenizedTexts(ids, ends - lengths, lengths, types, prompt_tokens, task=options.task)
@@ -653,7 +653,7 @@ class TextTokenizer:
     ) -> Encoded | TeimgrError:
         kept = slice(None) if truncation is None or (places := truncation.kept(encoding)) is None else places
         types = np.array(encoding.type_ids, dtype=np.uint8)[kept] if self._type_ids else None
-        return self._input(_ids_of([encoding.ids])[kept], types, options)
+        return self._input(np.array(encoding.ids, dtype=np.int32)[kept], types, options)
 
     def _input(
         self, ids: NDArray[np.int32], types: NDArray[np.uint8] | None, options: TokenizeOptions
@@ -702,14 +702,6 @@ def _query_tokenizer(layout: Layout, max_length: int) -> TextTokenizer | None:
 def _joined(lists: Sequence[list[int]], dtype: type[np.generic]) -> NDArray[Any]:
     """Return all numbers of the lists in one array."""
     return np.fromiter(chain.from_iterable(lists), dtype, sum(map(len, lists)))
-
-
-def _ids_of(lists: Sequence[list[int]]) -> NDArray[np.int32]:
-    """Return all ids of the lists; raises TokenizerFailed for one that no model has, which a vocabulary may give."""
-    try:
-        return _joined(lists, np.int32)
-    except OverflowError:
-        raise TokenizerFailed("the vocabulary has a token id of more than 31 bits") from None
 
 
 def _any_within(marks: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -22,7 +22,7 @@ from teimgr.engine.text.tokenizer_config import add_declared_tokens
 from teimgr.engine.text.truncation import Text
 from teimgr.engine.weights.own import gguf_tokenizer
 from teimgr.errors import ModelLoadFailed, TeimgrError, TokenizerFailed
-from teimgr.models.bounded_json import read_object
+from teimgr.models.bounded_json import parse, read_object
 from teimgr.models.directory import weight_files
 from teimgr.models.gguf_head import GGUF
 from teimgr.models.layout import Backbone, Layout
@@ -357,6 +357,8 @@ def _loaded(layout: Layout) -> Tokenizer:
         return Tokenizer(models.BPE())  # without tokens
     path = layout.transformer_dir / "tokenizer.json"
     is_file_enough = path.is_file() and not layout.own_tokenizer
+    for file in (path,) if is_file_enough else (path, path.parent / "vocab.json"):
+        _check_ids(file, layout.vocabulary or 0)
     tokenizer = Tokenizer.from_file(str(path)) if is_file_enough else convert(layout)
     check_patterns(tokenizer)
     if is_file_enough and layout.backbone is not Backbone.STATIC:
@@ -370,6 +372,29 @@ def _loaded(layout: Layout) -> Tokenizer:
     if layout.end_token is not None:
         _append(tokenizer, layout.end_token)
     return tokenizer
+
+
+_NUMBERED = re.compile(rb'"\s*+:\s*+[0-9]{7}')  # a key and a million or more
+_TIMES_THE_TOKENS = 4
+
+
+def _check_ids(file: Path, rows: int) -> None:
+    """Refuse a vocabulary with an id far beyond its number of tokens and the model's `rows`, before the library has it.
+
+    The library writes a vocabulary in a loop over all ids below the largest: 21 s for an id of 32 bits.
+    """
+    content = file.read_bytes() if file.is_file() else b""
+    if _NUMBERED.search(content) is None:
+        return
+    given = parse(content, file.name)
+    model = given.get("model") if file.name == "tokenizer.json" else given
+    tokens = model.get("vocab") if file.name == "tokenizer.json" and isinstance(model, dict) else model
+    ids = [id for id in tokens.values() if isinstance(id, int)] if isinstance(tokens, dict) else []
+    most = max(_TIMES_THE_TOKENS * len(ids), rows, 1_000_000)
+    if (largest := max(ids, default=0)) > most:
+        raise ModelLoadFailed(
+            f"{file.name} has the token id {largest}, with {len(ids)} tokens: ids up to {most} are read"
+        )
 
 
 # Repeated pieces and the text after them, on which a pattern may backtrack over every split of the text.

@@ -280,8 +280,6 @@ def _supported(tokenizer: Tokenizer, spec: dict[str, Any], specials: bool) -> bo
         return False
     if model["max_input_chars_per_word"] > _LONGEST_WORD or model["unk_token"] not in model["vocab"]:
         return False
-    if max(model["vocab"].values()) > np.iinfo(np.int32).max:
-        return False
     if not model["continuing_subword_prefix"] or "\0" in "".join(model["vocab"]):
         return False
     # One letter must be one token, and all of the template's tokens must have the same type.
