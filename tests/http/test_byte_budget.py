@@ -97,7 +97,7 @@ async def test_unread_replies_hold_up_the_calls_of_their_connection_until_they_a
     one.charge(15)
     assert not one.has_room
     assert other.has_room
-    with pytest.raises(Overloaded, match="not read"):
+    with pytest.raises(Overloaded, match="unread reply bytes"):
         await one.room(0.01)
 
     waiting = asyncio.create_task(one.room(60))

@@ -55,7 +55,7 @@ def test_what_is_outside_is_an_index_error_and_steps_are_refused() -> None:
     assert list(column) == []
     with pytest.raises(IndexError):
         column[0]
-    with pytest.raises(ValueError, match="no step"):
+    with pytest.raises(ValueError, match="must not have a step"):
         column[::2]
 
 

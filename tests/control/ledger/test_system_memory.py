@@ -95,8 +95,8 @@ def test_a_model_that_is_larger_than_the_limit_is_a_problem_and_no_replacement()
 
     assert readings(limit, *[ABOVE] * 10, now=2 * PAUSE_S) == [None] * 10
     assert limit.problems([0, 1]) == [
-        "replica 0 has 101 MiB right after its start, more than max_rss_mib = 100: it is not replaced, as the next one "
-        "would be as large"
+        "replica 0 has 101 MiB right after its start, more than max_rss_mib = 100: it is not replaced, since the next "
+        "one would be as large"
     ]
     limit.read(0, ABOVE, 2 * LIMIT, 0.0, fresh=False)
     assert limit.problems([0]) == []

@@ -856,7 +856,7 @@ async def test_calls_at_the_same_time_have_no_more_instances_made_and_none_of_an
 async def test_series_of_deleted_instances_stay_for_the_last_ones_alone(
     fleets: Fleets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager_module, "_DELETED_KEPT", 2)
+    monkeypatch.setattr(manager_module, "_MAX_DELETED_SERIES", 2)
     fleet = fleets()
     await fleet.manager.boot()
     for name in ("a", "b", "a", "c", "d"):

@@ -425,7 +425,7 @@ async def test_hosts_are_followed_on_after_an_error_that_is_not_expected(
     good, hosts.muxes = hosts.muxes, cast(Any, None)
     muxes = Muxes(replace(settings, grpc_enabled=False), Directory(), DaemonMetrics(), hosts=hosts)
     async with asyncio.timeout(LIMIT_S), muxes.running():
-        await eventually(lambda: any("not followed: AttributeError" in each for each in muxes.alarms()))
+        await eventually(lambda: any("not supervised: AttributeError" in each for each in muxes.alarms()))
         hosts.muxes = good
         await eventually(lambda: muxes.alarms() == [])
 
@@ -509,7 +509,7 @@ async def test_one_whose_successor_fails_can_be_connected_to_again(
     muxes = Muxes(other, Directory(), DaemonMetrics())
     async with asyncio.timeout(LIMIT_S), muxes.running():
         await muxes.replaced()
-        await eventually(lambda: any("its successor does not start" in each for each in muxes.alarms()))
+        await eventually(lambda: any("its successor did not start" in each for each in muxes.alarms()))
         link = await MuxLink.open(str(settings.run_dir / "mux-0.sock"), LIMIT_S)
         assert (await link.ask("stats"))["pid"] == first
         link.close()
