@@ -47,6 +47,14 @@ async def test_a_model_is_predicted_from_its_heads_until_it_is_measured(spec: In
     assert (await next_daemon.of(spec, "NVIDIA H100")).source == "predicted"
 
 
+async def test_figures_for_a_thread_do_not_change_with_what_is_learned_meanwhile(spec: InstanceSpec) -> None:
+    found = Footprints()
+    await found.of(spec)
+    before = found.snapshot()
+    found.learn(spec, "cpu", Footprint(host_bytes=MIB, source="measured"))
+    assert (before.known(spec).source, found.known(spec).source) == ("predicted", "measured")
+
+
 async def test_other_weights_in_the_same_directory_have_no_measured_figure(tmp_path: Path) -> None:
     spec = InstanceSpec(name="a", model_id=str(build("bert", tmp_path / "model")))
     found = Footprints()

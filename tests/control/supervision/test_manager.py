@@ -23,6 +23,7 @@ from teimgr.config.sections import OnDemandSettings
 from teimgr.control.launch.process_handle import look_up
 from teimgr.control.ledger.ledger import Place
 from teimgr.control.placement.hosts import Host, Inventory
+from teimgr.control.supervision import fleet_plan
 from teimgr.control.supervision import manager as manager_module
 from teimgr.control.supervision.crash_reports import CrashReports
 from teimgr.control.supervision.store import parse
@@ -579,6 +580,32 @@ async def test_a_plan_of_hundreds_of_instances_holds_the_loop_for_some_turns_onl
     many = [replace(spec, replicas=64) for spec in wanted]
     with pytest.raises(ValidationError, match="25600 workers are more than the 2000 of a plan"):
         await fleet.manager.plan(many)
+
+
+async def test_plans_are_made_one_at_a_time_and_workers_that_run_do_not_count(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop waited up to 0.9 s for the GIL while six were made at once."""
+    fleet, makes, at_once = fleets(), [0], list[int]()
+    plan_fleet = fleet_plan.plan_fleet
+
+    def counted(*given: Any) -> Any:
+        makes[0] += 1
+        try:
+            at_once.append(makes[0])
+            return plan_fleet(*given)
+        finally:
+            makes[0] -= 1
+
+    monkeypatch.setattr(fleet_plan, "plan_fleet", counted)
+    await fleet.manager.boot()
+    await fleet.create()
+    await fleet.running()
+    monkeypatch.setattr(fleet_plan, "MAX_WORKERS", 100)
+    wanted = [InstanceSpec(name=f"p{number}", model_id="fake", max_batch_tokens=1024) for number in range(100)]
+    wanted.append(fleet.manager.get("a").spec)
+    await asyncio.gather(*(fleet.manager.plan(wanted) for _ in range(6)))
+    assert at_once == [1] * 6
 
 
 async def test_a_plan_under_way_whose_instance_is_deleted_names_it(

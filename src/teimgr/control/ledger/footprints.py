@@ -201,6 +201,12 @@ class Footprints:
         while len(self._sizes) > _MAX_FIGURES:
             del self._sizes[next(iter(self._sizes))]
 
+    def snapshot(self) -> Footprints:
+        """Return the figures of now, for another thread."""
+        made = Footprints()
+        made._measured, made._load_seconds, made._sizes = {**self._measured}, {**self._load_seconds}, {**self._sizes}
+        return made
+
     def known(self, spec: ModelOptions, device_kind: str = "cpu") -> Footprint:
         """Like `of`, from the last look at the files; an assumption if there was none."""
         identity, sizes = self._sizes.get(_options(spec), ("", None))

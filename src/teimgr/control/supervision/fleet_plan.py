@@ -40,6 +40,7 @@ from teimgr.control.residence.policy import Rehearsal
 from teimgr.control.supervision.instance import ManagedInstance
 from teimgr.control.supervision.supervisor import Supervisor
 from teimgr.errors import InstanceNotFound, TeimgrError, ValidationError
+from teimgr.http.turns import SharedThreads
 from teimgr.spec import Incident, InstanceSpec, State
 
 PLANNED, MOVED, FAILED = "planned", "moved", "failed"
@@ -202,6 +203,11 @@ class Planning:
         self._tokens_per_gib = tokens_per_gib
         self._rehearsal: Callable[[], Awaitable[Rehearsal]] | None = None
         self._recorded: list[list[Eviction]] = []
+        self._threads = SharedThreads(1, "plan")  # several would take the GIL from the event loop
+
+    def close(self) -> None:
+        """Make no more plans."""
+        self._threads.close()
 
     def rehearse_by(self, rehearsal: Callable[[], Awaitable[Rehearsal]]) -> None:
         """Set the function that predicts evictions; plans have none before that."""
@@ -238,7 +244,8 @@ class Planning:
             ValidationError: they have too many workers.
         """
         inventory = await self._planner.refresh()
-        count = sum(replica_count(spec, inventory) for spec in wanted if spec.load != "on_demand")
+        placed = (spec for spec in wanted if spec.load != "on_demand" and not self._runs(spec.name))
+        count = sum(replica_count(spec, inventory) for spec in placed)
         if count > MAX_WORKERS:
             raise ValidationError(f"instances: {count} workers are more than the {MAX_WORKERS} of a plan")
         specs = [with_batch_tokens(spec, inventory, self._tokens_per_gib()) for spec in wanted]
@@ -249,11 +256,11 @@ class Planning:
             inventory=inventory,
             ledger=memory.ledger.copy(),
             alive=Counter(self._planner.counts.alive),
-            footprint=memory.footprints.known,
+            footprint=memory.footprints.snapshot().known,
             running={spec.name: memory.ledger.held_by(spec.name) for spec in specs if self._runs(spec.name)},
             rehearsal=rehearsal,
         )
-        return await asyncio.to_thread(plan_fleet, specs, now)
+        return await self._threads.run(plan_fleet, specs, now)
 
     def to_start(self) -> list[InstanceSpec]:
         """The instances that should run, in order of creation."""

@@ -283,6 +283,7 @@ class Manager:
             _, late = await asyncio.wait(self._background, timeout=_BACKGROUND_LIMIT_S)
             for task in late:
                 log.error("background task did not finish before the daemon's end", extra={"task": task.get_name()})
+        self._planning.close()
         await self._planner.memory.footprints.close()
         await self._state.close(state_limit_s)
 
