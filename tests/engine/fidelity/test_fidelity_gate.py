@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support import models
@@ -16,7 +18,7 @@ from tests.support.models import build, edit
 from tests.support.native import PACKED, needs_int8
 from torch import Tensor
 
-from teimgr.engine import attention
+from teimgr.engine import attention, gpu
 from teimgr.engine.backbone import Batching
 from teimgr.engine.batching.batch import Encoded, PackedBatch, pack
 from teimgr.engine.fidelity import fidelity_gate
@@ -246,3 +248,16 @@ def test_vectors_of_another_size_than_the_files_say_are_named(tmp_path: Path) ->
 
     with pytest.raises(ModelLoadFailed, match=r"BertModel gives 32 numbers \(dense\), and its files say 24"):
         finite_reference(model, probe_inputs(layout, TextTokenizer(layout, 96)))
+
+
+def test_a_failure_on_a_card_is_not_called_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of cuBLAS beside others that fill the card: the next attempt may succeed."""
+
+    def failing(_: object) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling cublasCreate(handle)")
+
+    monkeypatch.setattr(gpu, "wait_for", lambda _: None)  # the card still computes
+    backbone = SimpleNamespace(device=torch.device("cuda"))
+    model: Any = SimpleNamespace(backbone=backbone, widths={}, run_reference=failing)
+    with pytest.raises(RuntimeError, match="CUBLAS"):
+        finite_reference(model, [Encoded(np.array([1, 2]))])
