@@ -90,7 +90,7 @@ def test_models_of_the_seeds_are_added_up_with_their_replicas(tmp_path: Path) ->
 
     found = list(doctor_checks._models(Settings(instances=seeds)))
 
-    assert found[0].text == "not here yet, so of unknown size: no/such"
+    assert found[0].text == "not downloaded, so of unknown size: no/such"
     assert found[1].text.startswith("2 workers of the seeds need about 6.2 GiB, ")
     fits = (free_memory_bytes() or 0) > 6.2 * 2**30
     assert found[1].outcome == ("ok" if fits else "warn")

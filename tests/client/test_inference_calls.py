@@ -306,7 +306,7 @@ async def test_embed_arrow_refuses_what_is_no_list_of_texts(client: AsyncClient,
 
 
 async def test_a_reply_that_is_no_arrow_stream_is_an_internal_error(client: AsyncClient) -> None:
-    with pytest.raises(Internal, match="no Arrow stream"):
+    with pytest.raises(Internal, match="not an Arrow stream"):
         await client.embed_arrow(["garbage"], instance=INSTANCE)
 
 

@@ -205,7 +205,7 @@ async def test_what_is_no_table_is_refused(client: AsyncClient) -> None:
 
 
 async def test_replies_that_are_no_answer_are_internal(client: AsyncClient) -> None:
-    with pytest.raises(Internal, match="no Arrow stream"):
+    with pytest.raises(Internal, match="not an Arrow stream"):
         await client.infer(pa.table({"text": ["garbage"]}), instance=INSTANCE)
     with pytest.raises(Internal, match="answered 1 rows for 2"):
         await client.infer(pa.table({"text": ["enough", "x"]}), instance=INSTANCE)

@@ -14,11 +14,11 @@ from teimgr.errors import TeimgrError
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m teimgr.client",
-        description="Embed texts over gRPC. The daemon is that of the flags, of TEIMGR_URL, or of a context.",
+        description="Embed texts over gRPC. The daemon is named by flags, by TEIMGR_URL or by a context.",
     )
     parser.add_argument("--url", metavar="URL", help="REST address of the daemon, which reports its gRPC port")
     parser.add_argument("--grpc", metavar="URL", help="the multiplexer")
-    parser.add_argument("--api-key-file", metavar="PATH", help="file of the API key; else TEIMGR_API_KEY")
+    parser.add_argument("--api-key-file", metavar="PATH", help="file with the API key; default: TEIMGR_API_KEY")
     parser.add_argument("--ca", metavar="PATH", help="certificate authority of the server, PEM")
     parser.add_argument("--cert", metavar="PATH", help="client certificate, PEM")
     parser.add_argument("--key", metavar="PATH", help="its private key, PEM")

@@ -1,4 +1,4 @@
-"""HTTP to a daemon's REST port, and its files, with only the standard library, for programs that start often.
+"""HTTP to a daemon's REST port, with only the standard library, for programs that must start fast.
 
 The methods are coroutines, like those of `HttpChannel`, but block and never wait for an event loop.
 """
@@ -25,7 +25,7 @@ _CHUNK_BYTES = 65536
 
 
 class BlockingHttpChannel(RestChannel):
-    """One connection per call; nothing to open or close."""
+    """HTTP channel with one connection per call; nothing has to be opened or closed."""
 
     _context: Any = None
 
@@ -40,7 +40,7 @@ class BlockingHttpChannel(RestChannel):
 
     @contextmanager
     def reply(self, request: Request) -> Iterator[tuple[socket.socket, http.client.HTTPResponse]]:
-        """The socket and the head of the reply.
+        """Return the socket and the head of the reply.
 
         Raises Unreachable: no connection, or it was lost. DeadlineExceeded: one step took longer than `timeout_s`.
         """
@@ -55,7 +55,7 @@ class BlockingHttpChannel(RestChannel):
         try:
             sock = self._connect(connection)
             sock.settimeout(timeout_s)
-            with suppress(BrokenPipeError):  # refused before its end: the reply has the reason
+            with suppress(BrokenPipeError):  # the server refused it early; the reply has the reason
                 connection.request(
                     method, target, payload, {**self._headers, **typed, **headers, "Connection": "close"}
                 )
@@ -71,7 +71,7 @@ class BlockingHttpChannel(RestChannel):
         return http.client.HTTPConnection(self._address.host, self._address.port, timeout=CONNECT_S)
 
     def _connect(self, connection: http.client.HTTPConnection) -> socket.socket:
-        """Connect within its own limit; over TLS, verify the name that the files of `tls` ask for."""
+        """Connect within `CONNECT_S`; over TLS, verify the server's name."""
         context = self._ssl_context() if self._address.secure else None
         try:
             if self._address.path:
@@ -136,14 +136,14 @@ def _form(path: Path, file: BinaryIO, size: int, head: bytes, end: bytes) -> Ite
         with _disk(path, "read"):
             piece = file.read(min(size, _PIECE_BYTES))
         if not piece:
-            raise InvalidConfig(f"{path}: became shorter while it was sent")
+            raise InvalidConfig(f"{path}: the file became shorter while it was sent")
         size -= len(piece)
         yield piece
     yield end
 
 
 def download(channel: BlockingHttpChannel, file_id: str, target: Path, timeout_s: float) -> None:
-    """Write the bytes of a stored file to `target`, which appears when they are complete.
+    """Write the bytes of a stored file to `target`, which appears once it is complete.
 
     Raises InvalidConfig: `target` cannot be written. TeimgrError: the file does not exist, or no daemon answers.
     """
@@ -171,7 +171,7 @@ def _json(reply: HTTPResponse) -> Any:
 
 @contextmanager
 def _disk(path: Path, what: str) -> Iterator[None]:
-    """Name the path in errors of the disk. Inside a reply too, where other errors are those of the connection."""
+    """Raise disk errors as InvalidConfig with the path, so they are not taken for errors of the connection."""
     try:
         yield
     except OSError as error:

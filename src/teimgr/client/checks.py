@@ -37,8 +37,8 @@ def checked_keys(given: Mapping[str, Any], known: Collection[str]) -> dict[str, 
     """Check keys of an instance by their declaration, and return them ready for JSON; None passes.
 
     Raises:
-        ValidationError: A key is fixed; is not in `known`, and the message offers the nearest; or cannot have
-            this value.
+        ValidationError: A key is fixed, cannot have this value, or is not in `known`; then the message offers the
+            nearest.
     """
     for name in given.keys() - known:
         if name in KEYS and KEYS[name].in_rest:
@@ -72,9 +72,9 @@ def check_text(name: str, value: object) -> None:
 
 
 def check_texts(name: str, values: object) -> None:
-    """Require a sequence of texts; the message has the position of the first other item."""
+    """Require a sequence of texts; the message has the position of the first item that is not a text."""
     check_sequence(name, values)
-    assert isinstance(values, Iterable)  # it has a length and an order
+    assert isinstance(values, Iterable)  # for the type checker
     for position, value in enumerate(values):
         check_text(f"{name}[{position}]", value)
 
@@ -101,7 +101,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_sequence(name: str, values: object) -> None:
-    """Require a sequence; a string is refused, since it would be read as its letters."""
+    """Require a sequence. A string is refused, since its letters would be taken as items."""
     if isinstance(values, str | bytes | Mapping | Set) or not (
         hasattr(values, "__len__") and hasattr(values, "__getitem__")
     ):

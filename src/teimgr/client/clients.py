@@ -50,7 +50,7 @@ class UnixTlsConnector(aiohttp.UnixConnector):
 
 
 class HttpChannel(RestChannel):
-    """Opened and closed by its owner, inside a running event loop."""
+    """HTTP channel of an event loop. Its owner opens and closes it there."""
 
     _session: aiohttp.ClientSession | None = None
 
@@ -146,7 +146,7 @@ class AsyncClient(InstanceCalls, ModelCalls, FleetCalls, InferenceCalls, ImageCa
         await self.close()
 
     async def connect(self, timeout_s: float = CONNECT_S) -> None:
-        """Connect to the mux now rather than with the first call.
+        """Connect to the mux now instead of at the first call.
 
         Raises:
             Unreachable: could not connect within `timeout_s`; the message has the reason, and a proxy's address.
@@ -174,16 +174,15 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="teimgr-client", daemon=True)
-        self._submitting = threading.Lock()  # what is submitted to a loop that has stopped would never end
+        self._submitting = threading.Lock()  # a coroutine submitted to a stopped loop would never end
         self._is_closed = False
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and return its result; KeyboardInterrupt in the caller cancels it, and waits until it has
-        ended.
+        """Run a coroutine and return its result. KeyboardInterrupt cancels it and waits for its end.
 
-        Without the wait the coroutine would still run while its caller cleans up: an asynchronous generator cannot be
-        closed then.
+        Without the wait, the coroutine would still run while the caller cleans up, and an asynchronous generator cannot
+        be closed while it runs.
 
         Raises:
             Internal: the loop is closed, or was closed before the coroutine had ended.
@@ -263,14 +262,14 @@ def _iterating(
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         stream: Any = method(self._client, *args, **kwargs)
 
-        async def advance() -> Any:  # `anext` returns an awaitable, and a loop runs coroutines
+        async def advance() -> Any:  # `anext` returns an awaitable, but a loop needs a coroutine
             return await anext(stream, _END)
 
         try:
             while (item := self._run(advance())) is not _END:
                 yield item
         finally:
-            if self._loop is not None:  # a stream that is left open ends with the client
+            if self._loop is not None:  # an open stream ends with the client
                 self._run(stream.aclose())
 
     return call

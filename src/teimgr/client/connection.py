@@ -33,7 +33,7 @@ _CREDENTIALS = ("api_key", "api_key_file", "ca", "cert", "key", "server_name")
 
 @dataclass(frozen=True, slots=True)
 class ConnectionValues:
-    """Values that flags, the environment and a context may each give; None is left to the next source."""
+    """Values that flags, the environment and a context may give; None leaves a value to the next source."""
 
     url: str | None = None
     grpc_url: str | None = None
@@ -55,7 +55,7 @@ class ConnectionValues:
         given = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
         if "api_key" in given or "api_key_file" in given:
             given = {"api_key": None, "api_key_file": None} | given
-        if "url" in given:  # the gRPC address belongs to the REST address
+        if "url" in given:  # another REST address also replaces the gRPC address
             given = {"grpc_url": None} | given
         if self._leads_elsewhere(other):
             given = dict.fromkeys(_CREDENTIALS) | given
@@ -81,7 +81,7 @@ VARIABLES = {item.name: f"TEIMGR_{item.name.upper()}" for item in fields(Connect
 class DaemonConnection:
     """A daemon's addresses and this caller's credentials.
 
-    `grpc_url` None: the daemon is asked for its gRPC port. `source` names the source of the address, for messages.
+    If `grpc_url` is None, the daemon is asked for its gRPC port. `source` names the source of the address in messages.
     """
 
     url: str = API
@@ -109,7 +109,7 @@ class DaemonConnection:
         if context is not None:
             found, source = flags.over(Contexts.load(environ).get(context)), f"the context {context!r}"
         else:
-            # Flags go over variables first: a key in a variable without an address belongs to the address of a flag.
+            # A key in a variable without an address belongs to the address of a flag, so flags are applied first.
             found, source = flags.over(variables), f"the environment variable {VARIABLES['url']}"
             if variables.url is None:
                 contexts = Contexts.load(environ)
@@ -149,7 +149,7 @@ class DaemonConnection:
         """Make the client of REST and gRPC, not yet opened; imports numpy, pyarrow and grpc.
 
         Raises:
-            TeimgrError: the daemon was to be asked for its gRPC port, and did not answer.
+            TeimgrError: the daemon did not answer the question for its gRPC port.
         """
         from teimgr.client.clients import Client
 
@@ -183,13 +183,13 @@ class DaemonConnection:
         except Unreachable:
             raise
         except (TeimgrError, ValueError, TypeError, KeyError):
-            pass  # a key without the right to read the settings, or another product
+            pass  # the key may not read the settings, or the server is another product
         return ServerAddress(address.host, port, address.secure).url
 
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """The named connections of a user: a TOML file of `current` and a table `[contexts.NAME]` each."""
+    """The named connections of a user: a TOML file with `current` and one table `[contexts.NAME]` each."""
 
     path: Path
     current: str | None = None

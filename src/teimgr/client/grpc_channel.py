@@ -26,7 +26,7 @@ from teimgr.wire.spaces import EXPECT_KEY
 from teimgr.wire.status import CODE_KEY, PUSHBACK_KEY
 
 MAX_CALLS = 512
-"""Calls of one request that a channel has under way at most."""
+"""Limit on the unary calls that a channel has in flight."""
 SERVICE = "/tei_multiplexer.v1.TeiMultiplexer/"
 
 _CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
@@ -53,7 +53,7 @@ _CODES = {
     grpc.StatusCode.PERMISSION_DENIED: Code.FORBIDDEN,
 }
 
-# A proxy may be the reason of these.
+# Statuses that a proxy may have caused.
 _OF_CONNECTIONS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 T = TypeVar("T")
@@ -63,9 +63,9 @@ FinalStatus: TypeAlias = tuple[grpc.StatusCode, str | None, Any]
 Metadata = tuple[tuple[str, str], ...]
 
 
-# grpcio's own words, where a write meets the end of the stream before the server's status is read.
+# Text of grpcio when a write meets the end of the stream before the server's status is read.
 _LOST_IN_CORE = "Internal error from Core"
-# Where a server of HTTP/2 answers that has no gRPC, such as the port of REST.
+# Text of grpcio when an HTTP/2 server without gRPC answers, such as the port of REST.
 _NO_GRPC = "Received http2 header with status: 404"
 
 
@@ -87,7 +87,7 @@ def error_from_status(code: grpc.StatusCode, details: str | None, trailing: Any)
 
 
 class GrpcChannel:
-    """Opened and closed by its owner, inside a running event loop."""
+    """gRPC channel of an event loop. Its owner opens and closes it there."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class GrpcChannel:
         self._proxy: Proxy | None = None
         self._channel: Any = None
         self._unary: dict[str, Any] = {}
-        # grpcio may send more than a server takes at once before it knows how many that is, and those are refused.
+        # grpcio may exceed the server's limit of streams before it knows it, and the server refuses those calls.
         self._turns = asyncio.Semaphore(MAX_CALLS)
 
     async def open(self) -> None:
@@ -127,7 +127,7 @@ class GrpcChannel:
         if self._proxy is not None:
             options[-1:] = [("grpc.http_proxy", self._proxy.url)]
         if self._address.path:
-            options.append(("grpc.default_authority", self._address.host))  # else it would be the path
+            options.append(("grpc.default_authority", self._address.host))  # the default would be the path
         if not self._address.secure:
             self._channel = grpc.aio.insecure_channel(self._address.grpc_target, options=options)
             return
@@ -143,7 +143,7 @@ class GrpcChannel:
             self._channel = None
 
     async def connect(self, timeout_s: float) -> None:
-        """Connect now rather than with the first call.
+        """Connect now instead of at the first call.
 
         Raises:
             Unreachable: the connection was refused, or TLS failed; the message has the reason.
@@ -157,7 +157,7 @@ class GrpcChannel:
             raise self._unreachable(f"no connection within {timeout_s:g} s") from error
         if state is grpc.ChannelConnectivity.READY:
             return
-        # Only a call gets the reason of a failed connection; on a broken channel it fails at once and is never sent.
+        # Only a call returns the reason of a failed connection. On a broken channel it fails at once and is not sent.
         try:
             await self.unary("Info", b"", timeout_s)
         except Unavailable as error:
@@ -179,7 +179,7 @@ class GrpcChannel:
     async def unary(self, method: str, request: bytes, timeout_s: float, metadata: Metadata = ()) -> bytes:
         """Send one request and return the reply; `method` is a method of the multiplexer service, or a full path.
 
-        At most `MAX_CALLS` are sent and not answered; others wait for their turn, within `timeout_s`.
+        At most `MAX_CALLS` calls are in flight; others wait for their turn within `timeout_s`.
 
         Raises:
             TeimgrError: the error of the reply's status; DeadlineExceeded after `timeout_s`.
@@ -288,7 +288,7 @@ def _raise_if_closed() -> None:
         raise Cancelled("the client was closed during the call") from None
 
 
-# What grpc.aio puts in place of the server's status when a write comes too late (grpc issue 36066).
+# Text that grpc.aio sets instead of the server's status after a late write (grpc issue 36066).
 _CORE_ERROR = "Internal error from Core"
 _TRUE_STATUS_LIMIT_S = 1.0
 _STATUS_POLL_S = 0.002
@@ -297,8 +297,8 @@ _STATUS_POLL_S = 0.002
 class CallStatus:
     """The final status of one streaming call, despite grpc issue 36066.
 
-    The core's own status may come after the server's, which is therefore noted at once, or before it, and is then
-    replaced a moment later without notice.
+    The core's own status may come after the server's, so the server's is recorded at once. It may also come before, and
+    is then replaced a moment later without notice.
     """
 
     def __init__(self, call: Any) -> None:
@@ -320,7 +320,7 @@ class CallStatus:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that does not wait."""
+    """Return the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as finished:
@@ -395,7 +395,7 @@ class BidiStream:
         return time.monotonic() - self._waiting_since if self._owed else 0.0
 
     async def _finish(self) -> None:
-        """The server ended the stream: raise the error of its status, then the sender's own failure."""
+        """Raise the error of the final status, otherwise the sender's own failure."""
         status = await self._status.final()
         if status[0] is not grpc.StatusCode.OK:
             raise self._failure(*status)

@@ -19,7 +19,7 @@ Query = Mapping[str, int | str] | list[tuple[str, str]]
 
 CONNECT_S = 10.0
 MAX_REPLY_BYTES, MAX_EVENT_BYTES = 256 * 2**20, 16 * 2**20
-"""Of one reply, and of one event of a stream: a server that sends without an end does not fill the memory."""
+"""Limits on one reply and on one event, so that an endless reply cannot fill the memory."""
 
 
 class ServerSentEvent(NamedTuple):
@@ -141,18 +141,18 @@ class RestChannel(ABC):
 
     @abstractmethod
     async def pause(self, seconds: float) -> None:
-        """Wait, between two attempts."""
+        """Wait between two attempts."""
 
     async def _exchange(
         self, method: str, path: str, body: JsonObject | None, query: Query | None, timeout_s: float | None
     ) -> Reply:
-        """Return the reply, whatever its status is."""
+        """Return the reply with any status."""
         async with self._reply(Request(method, path, body, query, {}, timeout_s)) as head:
             return await _whole(path, head)
 
     @abstractmethod
     def _reply(self, request: Request) -> AbstractAsyncContextManager[ReplyHead]:
-        """Send a request; its reply is read within the block."""
+        """Send a request and yield the head of its reply; the body is read within the block."""
 
 
 async def _whole(path: str, head: ReplyHead) -> Reply:
@@ -171,7 +171,7 @@ class EventParser:
         self._pending = bytearray()
 
     def feed(self, chunk: bytes) -> Iterator[ServerSentEvent]:
-        """The events that a chunk ends. Raises Internal: it is not one of a daemon, or one of them is too long."""
+        """Return the events that a chunk completes. Raises Internal if an event is invalid or too long."""
         known = max(0, len(self._pending) - 1)
         self._pending += chunk
         if self._pending.find(b"\n\n", known) < 0:
@@ -205,10 +205,10 @@ def json_of(path: str, reply: Reply) -> Any:
     try:
         return json.loads(reply.body)
     except (ValueError, RecursionError) as error:
-        raise Internal(f"{path}: the reply is no JSON: {error}") from error
+        raise Internal(f"{path}: the reply is not JSON: {error}") from error
 
 
-# The words of TEI's error bodies, which routes of inference have.
+# Error types in TEI's bodies, which the inference routes send.
 _TEI_CODES = {
     "Empty": Code.EMPTY_INPUT,
     "Validation": Code.INVALID_INPUT,
@@ -219,13 +219,13 @@ _TEI_CODES = {
 }
 
 
-_OF_STATUS = {404: Code.INSTANCE_NOT_FOUND, 412: Code.SPACE_DIFFERS}  # TEI's types are coarser
+_OF_STATUS = {404: Code.INSTANCE_NOT_FOUND, 412: Code.SPACE_DIFFERS}  # TEI's error types do not distinguish these
 
 
 def error_from_reply(status: int, body: bytes, headers: Mapping[str, str]) -> TeimgrError:
     """Return the exception for an HTTP error reply, in our shape or TEI's; another body becomes its text.
 
-    A header may name the code, which is finer than TEI's types, and another the time to wait.
+    Headers may have the code, which is more precise than TEI's types, and the time to wait.
     """
     error = _error_of(status, body, headers.get(CODE_KEY))
     if (wait := headers.get("retry-after", "")).isdecimal():  # a proxy may send a date
@@ -247,7 +247,7 @@ def _error_of(status: int, body: bytes, named: str | None) -> TeimgrError:
         return error_from_code(code, str(error["message"] if isinstance(error, dict) else error))  # OpenAI's, or ours
     except (ValueError, KeyError, TypeError, RecursionError):
         text = body.decode("utf-8", "replace").strip()
-        if known is not None and text:  # TEI answers a body that it cannot read in plain text
+        if known is not None and text:  # TEI answers an unreadable body in plain text
             return error_from_code(known, text[:500])
         message = f"HTTP {status}: {text[:500]}" if text else f"HTTP {status}"
         codes = [code for code, row in STATUS.items() if row.http == status]

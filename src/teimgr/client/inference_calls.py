@@ -71,7 +71,7 @@ class RpcCalls:
     async def _unary(
         self, method: str, request: type[Message], reply: type[MessageT], options: Routing, **fields: Any
     ) -> MessageT:
-        """One call of a method whose `request` has the routing as `target` and a message of `fields` as `request`."""
+        """Call a method whose message has the routing as `target` and a message of `fields` as `request`."""
         message = request(target=target(options), **{"request": fields} if fields else {})
         chosen = lane_metadata(options)
         return reply.FromString(await self._grpc.unary(method, message.SerializeToString(), self._timeout_s, chosen))
@@ -104,7 +104,7 @@ class RpcCalls:
             ValidationError: `in_flight` is below 1.
         """
         check_limit("in_flight", in_flight)
-        if len(items) == 1:  # without tasks: a single query waits for nothing else
+        if len(items) == 1:  # a single query needs no task
             return [await call(0, items[0])]
         results: dict[int, ResultT] = {}
         waiting = iter(enumerate(items))
@@ -118,7 +118,7 @@ class RpcCalls:
                 for _ in range(min(in_flight, len(items))):
                     group.create_task(work())
         except BaseExceptionGroup as failures:
-            # Raise the first failure on its own: the others are its consequences.
+            # Only the first failure is raised, since it caused the others.
             error: BaseException = failures
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
@@ -126,7 +126,7 @@ class RpcCalls:
         return [results[position] for position in range(len(items))]
 
 
-# One hop to a thread fetches this many items, or what the source yields in this time.
+# Limits on what one call on a thread reads from the source: items, and time.
 _ITEMS = 256
 _TAKE_S = 0.002
 
@@ -332,15 +332,15 @@ class InferenceCalls(RpcCalls):
         return (await self._unary("Decode", *types, routing, ids=ids, skip_special_tokens=skip_special_tokens)).text
 
 
-_REQUEST_BYTES = 4 * 2**20  # of files; in base64 a third more
-_MAX_FILE_BYTES = MAX_TEXT_BYTES // 4 * 3  # in base64 the longest text of a request
+_REQUEST_BYTES = 4 * 2**20  # of files; base64 adds a third
+_MAX_FILE_BYTES = MAX_TEXT_BYTES // 4 * 3  # as base64 the longest text of a request
 # Modes that PNG lacks, and what they are converted to. `I` and `F`, of 32 bits, have no known range.
 _PNG_MODES = {**dict.fromkeys(("CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB"), "RGBa": "RGBA", "PA": "RGBA"}
 _REQUEST_IMAGES = 8  # the default limit of an instance is 32
 
 
 class Savable(Protocol):
-    """What an image of Pillow can do; Pillow itself is not needed here."""
+    """The methods of a Pillow image that are used here, so that Pillow need not be installed."""
 
     def save(self, file: Any, format: str) -> None:
         """Write it."""

@@ -25,8 +25,8 @@ from teimgr.wire.spaces import PRECISION_KEY, SPACE_KEY, fingerprint
 class Routing(TypedDict, total=False):
     """Which instance answers: `instance`, or `model` for any running instance of it.
 
-    `lane` is "interactive" or "bulk" where the server shall not choose by the size of the call: interactive calls go
-    first, bulk ones get what they leave, and never less than a fifth.
+    `lane` is "interactive" or "bulk"; by default the server chooses by the size of the call. Interactive calls go
+    first; bulk calls get the rest, at least a fifth.
     """
 
     instance: str
@@ -130,7 +130,7 @@ def score_fields(options: ScoreOptions) -> dict[str, Any]:
 
 def embed_request(text: str, options: EmbedOptions) -> bytes:
     """`tei_multiplexer.v1.EmbedRequest` for one text."""
-    inner = tei_pb2.EmbedRequest(  # written out: one call per text, and `truncation` costs a fifth of it
+    inner = tei_pb2.EmbedRequest(  # not by `truncation`, which would cost a fifth more per text
         inputs=text,
         truncate=options.get("truncate", True),
         normalize=options.get("normalize", True),
@@ -284,7 +284,7 @@ def unpack_vectors(reply: bytes) -> Embedded:
         vectors = matrices[0] if len(matrices) == 1 else np.concatenate(matrices)
         return Embedded(vectors, _failures(column, table), *space_of(table.schema))
     except (pa.ArrowException, AttributeError, IndexError, ValueError, InvalidInput) as error:
-        raise Internal(f"the reply is no Arrow stream of vectors: {error}") from error
+        raise Internal(f"the reply is not an Arrow stream of vectors: {error}") from error
 
 
 def space_of(schema: Any) -> tuple[str, str]:
@@ -350,7 +350,7 @@ def _column(texts: Texts, name: str, first_row: int) -> Any:
 def _matrix(column: Any) -> Vectors:
     """Return one FixedSizeList array as float32 [n, dim]; null rows are NaN."""
     dim = column.type.list_size
-    # `values` ignores the array's own offset, `flatten` would drop the null rows.
+    # `values` ignores the array's own offset; `flatten` would drop null rows.
     values = column.values.slice(column.offset * dim, len(column) * dim).to_numpy(zero_copy_only=False)
     rows: Vectors = values.reshape(len(column), dim).astype(np.float32, copy=False)
     if not column.null_count:
@@ -364,7 +364,7 @@ def _failures(column: Any, table: Any) -> dict[int, str]:
     """Return row → reason of the rows without a vector."""
     explained = table.column("error") if "error" in table.column_names else pa.nulls(table.num_rows)
     if not column.null_count and explained.null_count == table.num_rows:
-        return {}  # as nearly always, and without a Python object for each row
+        return {}  # the usual case, without a Python object for each row
     reasons = explained.to_pylist()
     missing = column.is_null().to_pylist()
     return {

@@ -20,7 +20,7 @@ _POLL_MAX_S = 0.5
 
 
 class InstanceKeys(TypedDict, total=False):
-    """The keys of `spec.InstanceSpec`, but for the model, that an update may change; None is the default again."""
+    """The keys of `spec.InstanceSpec` that an update may change, without the model; None restores the default."""
 
     revision: str | None
     max_batch_tokens: int | Literal["auto"] | None
@@ -58,7 +58,7 @@ class InstanceKeys(TypedDict, total=False):
 
 
 class NewInstanceKeys(InstanceKeys, total=False):
-    """The optional keys of a new instance; an absent one is left to the template and the daemon."""
+    """The optional keys of a new instance; the template and the daemon set absent ones."""
 
     template: str
     port: int | None
@@ -81,7 +81,7 @@ class InstanceCalls(RestCalls):
     """Create, change, watch and delete instances."""
 
     async def create(self, name: str, model_id: str | None = None, **keys: Unpack[NewInstanceKeys]) -> Instance:
-        """Create an instance; it is starting. `model_id`, a hub id or a local directory, may come from a `template`.
+        """Create an instance and start it. `model_id`, a hub id or a local directory, may come from a `template`.
 
         Raises:
             ValidationError: A key is unknown, or cannot have this value.
@@ -99,7 +99,7 @@ class InstanceCalls(RestCalls):
         wait: bool = False,
         **changes: Unpack[InstanceKeys],
     ) -> Instance:
-        """Change an instance without a gap: new workers start beside the old ones and take over.
+        """Change an instance without downtime: new workers start beside the old ones and take over.
 
         With `recreate` the old workers end first. With `wait` this returns when the change is complete, within the
         client's timeout; without it the view's `details["update"]` shows the progress.
@@ -123,8 +123,8 @@ class InstanceCalls(RestCalls):
     ) -> AsyncIterator[InstanceEvent]:
         """Fleet events: the `last` latest, then with `follow` each as it happens; `after` is an id to resume after.
 
-        `instances` and `kinds` select; empty means all. Where the daemon dropped events before they were sent, an event
-        of the kind "missed" has their number in its `details`.
+        `instances` and `kinds` select; empty means all. If the daemon dropped events before they were sent, an event of
+        the kind "missed" has their number in its `details`.
         """
         query = [("instance", each) for each in instances] + [("event", each) for each in kinds]
         query.append(("last", str(last)))
@@ -150,12 +150,12 @@ class InstanceCalls(RestCalls):
         return Instance.from_json(await self._call("POST", _path(name, "stop")))
 
     async def restart(self, name: str, *, rolling: bool = False, wait: bool = False) -> Instance:
-        """Stop, then start; `rolling` as an `update` without changes."""
+        """Stop, then start; `rolling` restarts like an `update` without changes."""
         query = given_flags(rolling=rolling, wait=wait)
         return Instance.from_json(await self._call("POST", _path(name, "restart"), query=query))
 
     async def delete(self, name: str) -> Instance | None:
-        """Stop and forget an instance; its last view, None from a server that sends none."""
+        """Stop and delete an instance; return its last view, or None if the server does not send it."""
         body = await self._call("DELETE", _path(name))
         return None if body is None else Instance.from_json(body)
 
@@ -180,7 +180,7 @@ class InstanceCalls(RestCalls):
     async def follow_logs(
         self, name: str | None, start: int = -10, *, level: str | None = None, since: str | None = None
     ) -> AsyncIterator[str]:
-        """The lines of a log, as `logs` has it, from `start` on, then each new one as it is written, without an end."""
+        """Yield the lines of a log from `start` on, as `logs` selects them, then each new line without an end."""
         query = _present(start=start, level=level, since=since) | given_flags(follow=True)
         async with aclosing(self._http.events("GET", _log_path(name), query=query)) as stream:
             async for each in stream:
@@ -196,7 +196,7 @@ class InstanceCalls(RestCalls):
         return await self._http.succeeds("/ready", timeout_s=self._timeout_s)
 
     async def wait_until_running(self, name: str, *, deadline_s: float = 300.0) -> Instance:
-        """The instance once it is running, or unloaded until a call comes; polls.
+        """Return the instance once it is running, or unloaded until a call comes; polls.
 
         50 times a second at first and 2 times at last, as tei-manager needs.
 
@@ -277,7 +277,7 @@ class ModelCalls(RestCalls):
     ) -> AsyncIterator[ServerSentEvent]:
         """Download a model from the hub: events `progress` (a `DownloadProgress`), then one `done` (the model).
 
-        With `update` a newer commit of a model that is present is looked for. `code_revision` is of the code in other
+        With `update`, a newer commit of a present model is downloaded. `code_revision` is of the code in other
         repositories that the model names, which a daemon with `allow_remote_code` fetches with it. The download goes on
         when the iterator is closed.
 
@@ -327,10 +327,10 @@ class FleetCalls(RestCalls):
     async def reload(self, *, dry_run: bool = False, prune: bool | None = None) -> Mapping[str, Any]:
         """Have the daemon read its configuration again and apply it; `dry_run` only returns the `plan`.
 
-        `prune` deletes instances that are seeds no more; None leaves that to the key `prune_seeds`.
+        `prune` deletes instances that are no longer seeds; None leaves that to the key `prune_seeds`.
 
         Raises:
-            InvalidConfig: the configuration has faults, and nothing was changed.
+            InvalidConfig: the configuration is invalid; nothing was changed.
         """
         query = given_flags(dry_run=dry_run)
         if prune is not None:
@@ -344,10 +344,10 @@ class FleetCalls(RestCalls):
         return found
 
     async def restart_daemon(self) -> Mapping[str, Any]:
-        """Have the next daemon take over; `pid` and `version` of it, which `daemon` shows as soon as it serves.
+        """Restart the daemon without downtime; return `pid` and `version` of the next one.
 
         Raises:
-            UpdateFailed: it does not start; the present one serves on.
+            UpdateFailed: the next daemon does not start; the old one keeps serving.
         """
         found: Mapping[str, Any] = await self._call("POST", "/daemon/restart")
         return found
@@ -358,7 +358,7 @@ class FleetCalls(RestCalls):
         return gpus
 
     async def hosts(self) -> Mapping[str, Any]:
-        """`hosts` of the cluster with cores, memory, workers and versions; none in a fleet of one host."""
+        """`hosts` of the cluster with cores, memory, workers and versions; empty for a single host."""
         hosts: Mapping[str, Any] = await self._call("GET", "/hosts")
         return hosts
 
@@ -391,11 +391,11 @@ class FleetCalls(RestCalls):
         return found
 
     async def apply_recommendation(self, id: str, *, window_secs: int = 600) -> Mapping[str, Any]:
-        """Send the PATCH of a recommendation; what it brings is judged after `window_secs`.
+        """Send the PATCH of a recommendation; its effect is measured after `window_secs`.
 
         Raises:
-            ObjectNotFound: it is not recommended, or not any more.
-            ValidationError: it has no PATCH.
+            ObjectNotFound: there is no such recommendation, or it is out of date.
+            ValidationError: the recommendation has no PATCH.
         """
         made: Mapping[str, Any] = await self._call(
             "POST", f"/recommendations/{quote(id, safe='')}/apply", query={"window_secs": str(window_secs)}
@@ -413,10 +413,10 @@ class FleetCalls(RestCalls):
         return made
 
     async def remove_host(self, name: str) -> None:
-        """Revoke the certificates of a host of the cluster, as of one that is lost or was stolen.
+        """Revoke the certificates of a host of the cluster, such as a lost or stolen one.
 
         Raises:
-            ObjectNotFound: it is not in the fleet.
+            ObjectNotFound: the host is not in the fleet.
             Unsupported: the daemon has no cluster.
         """
         await self._call("DELETE", f"/hosts/{name}")
@@ -427,7 +427,7 @@ class FleetCalls(RestCalls):
         return templates
 
     async def metrics(self) -> str:
-        """The page of metrics, in Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return await self._http.text("/metrics", timeout_s=self._timeout_s)
 
     async def act(

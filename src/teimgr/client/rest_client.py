@@ -85,7 +85,7 @@ class RestClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing: each call closes its own connection."""
 
     create = _blocking(_Calls.create)
     update = _blocking(_Calls.update)

@@ -195,4 +195,4 @@ def _unpack(reply: bytes) -> pa.Table:
     try:
         return pa.ipc.open_stream(arrow_pb2.ArrowResponse.FromString(reply).arrow_ipc).read_all()
     except pa.ArrowException as error:
-        raise Internal(f"the reply is no Arrow stream: {error}") from error
+        raise Internal(f"the reply is not an Arrow stream: {error}") from error

@@ -34,7 +34,7 @@ class Proxy(NamedTuple):
     variable: str
 
     def __str__(self) -> str:
-        """For messages, without user and password."""
+        """The proxy for messages, without user and password."""
         parts = urlsplit(self.url)
         return f"{parts._replace(netloc=parts.netloc.rpartition('@')[2]).geturl()} of the variable {self.variable}"
 
@@ -44,7 +44,7 @@ class Tls:
     """PEM files of a TLS connection.
 
     `ca` verifies the server (None: the system's authorities), `cert` and `key` authenticate the client and come
-    together, `server_name` is the name expected in the server's certificate where it differs from the address. The
+    together, `server_name` is the name expected in the server's certificate if it differs from the address. The
     server is always verified.
     """
 
@@ -120,7 +120,7 @@ class ServerAddress:
             port = parts.port
         except ValueError as error:
             raise InvalidConfig(f"endpoint {url!r}: {error}") from error
-        # Refuse other parts, which would be ignored silently.
+        # Other parts are refused, since they would be ignored silently.
         path_alone = not has_scheme and parts.path.strip("/")
         more = path_alone or parts.query or parts.fragment or parts.username is not None
         if parts.scheme not in _DEFAULT_PORT or not parts.hostname or port == 0 or more:

@@ -22,7 +22,7 @@ SUFFIXES = {
         (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".m4a", ".aac", ".aif", ".aiff", ".au", ".wma")
     ),
 }
-"""Of files, also of formats that the server refuses: their rows fail, and no file is missed in silence."""
+"""Suffixes of files that become rows, also of formats that the server refuses: their rows fail visibly."""
 PDF = ".pdf"
 _PATH, _PAGE = "path", "page"
 _PIECE_BYTES = 4 << 20

@@ -26,7 +26,7 @@ from teimgr.wire.spaces import reply_headers
 _BATCH_ROWS = 2048
 _BATCH_BYTES = 4 << 20
 _COMMIT_S = 0.5
-# A message holds what the model computes in about this time: a slow one answers before the client's timeout, and an
+# A message holds what the model computes in about this time, so that a slow model answers before the timeout and an
 # interruption costs little.
 _FIRST_ROWS = 64
 _ROWS_PER_TOKEN = 32  # with a vector for each token: a page has half a megabyte of them
@@ -237,14 +237,14 @@ class _Work:
                 time.sleep(max(pause_s, min(error.retry_after_s or 0.0, _RETRY_MAX_S)))
                 pause_s = min(pause_s * 2, _RETRY_MAX_S)
             except (CallOverQuota, TooLarge):
-                # More than a key or the server takes at once. Some replies were quick, so the message grew beyond it.
+                # Quick replies have grown the message beyond what the key or the server accepts.
                 if self._rows_now == 1:
                     raise
                 self._rows_now = self._batch_rows = self._rows_now // 2
 
     def _stream(self) -> None:
         """Embed from the first row that is not done to the end, over one stream."""
-        sent: deque[pa.RecordBatch] = deque()  # of this stream: a broken one may still be reading texts on its thread
+        sent: deque[pa.RecordBatch] = deque()  # per stream: a broken one may still read texts on its thread
         committed = answered = time.monotonic()
         self._report()
         for answer in self._answers(sent):

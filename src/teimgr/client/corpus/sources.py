@@ -21,7 +21,7 @@ from teimgr.wire.arrow_tables import is_images
 
 TEXT = "text"
 FAULT = "fault"
-"""Column of the reason why a row has no text; null where it has one."""
+"""Column with the reason why a row has no text; null if it has one."""
 
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".txt", ".arrow", ".feather")
 
@@ -35,7 +35,7 @@ _FILE_ROWS = 32  # of a table in memory: each may have megabytes
 _STRINGS = (pa.utf8(), pa.large_utf8(), pa.string_view())
 _READ_BYTES = 1 << 20
 _TYPED_ROWS = 1000
-# Above the 16 MiB of a text, so that a longer one is a row that fails; a quote that is never closed ends here.
+# Above the 16 MiB of a text, so that a longer text only fails its row; it also bounds a quote that is never closed.
 _CSV_FIELD_CHARS = 32 << 20
 
 
@@ -319,7 +319,7 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[list[str]]:
     import csv
 
     csv.field_size_limit(max(csv.field_size_limit(), _CSV_FIELD_CHARS))  # of the whole process, so never lowered
-    # Strict: a quote that is not closed would put the rows that follow it into one text.
+    # Otherwise an unclosed quote would join all following rows to one text.
     reader, line = csv.reader(file, strict=True), 0
     try:
         for row in reader:
