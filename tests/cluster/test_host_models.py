@@ -532,7 +532,7 @@ async def test_an_agent_that_knows_no_hosts_yet_is_waited_for(fleet: Fleet, monk
 async def test_a_daemon_that_never_tells_leaves_the_hub(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "_FLEET_LIMIT_S", 0.05)
     assert await asyncio.to_thread(fleet.neighbours().order) == "hub-first"
-    with pytest.raises(Unavailable, match="the list of hosts has not come from the daemon yet"):
+    with pytest.raises(Unavailable, match="the daemon has not sent the list of hosts yet"):
         await fleet.fetch()
 
 

@@ -1,5 +1,5 @@
 """A fleet on several hosts: its certificate authority, how nodes join it, and workers on any host of a Ray cluster.
 
-Ray places actors and watches hosts; vectors, health and lifecycle stay with the rest of teimgr. Nothing outside this
-package imports ray, and in it only what runs in Ray's own processes and in the bridge.
+Ray places actors and watches hosts; the rest of teimgr handles vectors, health and lifecycle. Only modules of this
+package that run in Ray's processes or in the bridge import ray.
 """

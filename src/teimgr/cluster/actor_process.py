@@ -1,4 +1,4 @@
-"""A process on some host of a cluster, owned by a named actor of Ray."""
+"""A process on a host of a cluster, owned by a named actor of Ray."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SLOTS = (0, 1)
 LOST = (ActorLost, ActorAbsent)
 NO_ANSWER = (AnswerLate, BridgeLost, RayRefused)
 ANSWER_LIMIT_S = 60.0
-"""How long a daemon that starts asks an actor, or Ray for its actors, that do not answer."""
+"""How long a starting daemon repeats a question to Ray or an actor that does not answer."""
 _DESCRIBE_LIMIT_S = 10.0
 _ASK_LIMIT_S = 5.0
 _ACTIVITY_LIMIT_S = 2.0
 _RETRY_PAUSE_S = 0.25
 _LEFT_TO_RAY = 2 / 3
-"""The last part of a placement's time, in which actors of the replica that cannot be reached are removed; before it Ray
-may find out on its own that their host is gone."""
+"""Unreachable actors of the replica are removed in this last part of the placement's time limit. Before it, Ray may
+notice by itself that their host is gone."""
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +58,11 @@ class ActorProcess:
             await self._unless_ended(self._bridge.call("end", name=self.name))
             done, _ = await asyncio.wait({self._exit}, timeout=KILL_LIMIT_S)
         if not done:
-            raise LaunchFailed(f"the actor of process {self.pid} on host {self.host} does not end")
+            raise LaunchFailed(f"the actor of process {self.pid} on host {self.host} did not end")
         return self._exit.result()
 
     async def _asked_to_stop(self, grace_s: float, sigterm: bool) -> Any:
-        """Return the answer of `WorkerActor.stop`, over losses of the connection to Ray, which do not shorten the
-        grace."""
+        """Return the answer of `WorkerActor.stop`. Losing the connection to Ray does not shorten the grace."""
         clock = asyncio.get_running_loop().time
         ends = clock() + grace_s
         while True:
@@ -73,7 +72,7 @@ class ActorProcess:
             except NO_ANSWER:
                 if clock() >= ends + KILL_LIMIT_S:
                     raise
-            sigterm = sigterm and not was_connected  # at a second SIGTERM it would leave its calls
+            sigterm = sigterm and not was_connected  # a second SIGTERM would abort its calls
             await _reconnected(self._bridge, ends + KILL_LIMIT_S)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -82,7 +81,7 @@ class ActorProcess:
         sending.add_done_callback(self._tasks.discard)
 
     async def activity_s(self) -> float | None:
-        """Like the protocol, from the host of the process; None if that does not answer soon."""
+        """Like the protocol, from the host of the process; None if the host does not answer soon."""
         try:
             found: float | None = await self._ask("activity_s", limit_s=_ACTIVITY_LIMIT_S)
         except (*LOST, *NO_ANSWER):
@@ -90,7 +89,7 @@ class ActorProcess:
         return found
 
     async def release(self) -> None:
-        """Forget the process, which continues."""
+        """Stop tracking the process, which keeps running."""
         tasks = [self._exit, *self._tasks]
         for task in tasks:
             task.cancel()
@@ -112,18 +111,18 @@ class ActorProcess:
         try:
             return task.result()
         except (*LOST, *NO_ANSWER) as error:
-            log.warning("no answer of a process's actor", extra={"actor": self.name, "reason": str(error)})
+            log.warning("no answer from a process's actor", extra={"actor": self.name, "reason": str(error)})
             return None
 
     async def _watch(self) -> Exit:
-        """Wait for the end of the process, over losses of the connection to Ray."""
+        """Wait for the end of the process, reconnecting to Ray if the connection is lost."""
         while True:
             try:
                 exit = exit_from_dict(await self._ask("wait", limit_s=None))
                 break
             except LOST as error:
                 log.warning("process lost", extra={"actor": self.name, "node": self.host})
-                text = f"it was lost with its actor on host {self.host}: {error}"
+                text = f"the process was lost with its actor on host {self.host}: {error}"
                 return Exit(None, ExitReport(Code.BACKEND_UNAVAILABLE, text, permanent=False))
             except NO_ANSWER:
                 await self._bridge.connected.wait()
@@ -136,9 +135,9 @@ class ActorProcess:
 async def place(head: ClusterHead, replica: str, host: str, limit_s: float) -> str:
     """Create the actor of a replica on a host, and return its name.
 
-    If the replica has all its actors, this waits for one to end: a process that a rolling change replaced ends its
-    calls first, and the next change may begin meanwhile. An actor that cannot be reached is removed: after a restart
-    Ray may keep for ever actors that died with its former process.
+    If both actor names of the replica are taken, this waits for one to end: a process replaced by a rolling change
+    finishes its calls first, and the next change may begin before that. An unreachable actor is removed, since after a
+    restart Ray may list dead actors for ever.
 
     Raises:
         NoHost: the host is not in the cluster or takes no workers, or Ray did not place the actor in time.
@@ -173,11 +172,11 @@ async def place(head: ClusterHead, replica: str, host: str, limit_s: float) -> s
 
 
 async def _remove_unreachable(head: ClusterHead, name: str) -> None:
-    """Remove an actor that Ray lists and cannot reach. One that is slow to answer stays."""
+    """Remove an actor that Ray lists but cannot reach. An actor that is slow to answer stays."""
     try:
         await head.bridge.call("ask", name=name, method="describe", arguments=[], limit_s=_ASK_LIMIT_S)
     except ActorLost as error:
-        log.warning("an actor that cannot be reached is removed", extra={"actor": name, "reason": str(error)})
+        log.warning("removing an actor that cannot be reached", extra={"actor": name, "reason": str(error)})
         with suppress(*LOST, *NO_ANSWER):
             await end(head, name)
     except (*LOST, *NO_ANSWER):
@@ -185,7 +184,7 @@ async def _remove_unreachable(head: ClusterHead, name: str) -> None:
 
 
 async def launch(head: ClusterHead, name: str, host: str, arguments: Sequence[str], limit_s: float) -> HeldWorker:
-    """Have a placed actor start its process, of what `WorkerActor.launch` takes; one that fails is removed.
+    """Have a placed actor start its process from the values of `WorkerActor.launch`. A failed actor is removed.
 
     Raises:
         LaunchFailed: the process could not be started there.
@@ -206,7 +205,7 @@ async def launch(head: ClusterHead, name: str, host: str, arguments: Sequence[st
 
 
 async def names(bridge: Bridge, prefix: str, limit_s: float = ANSWER_LIMIT_S) -> list[str]:
-    """Return the names of the existing actors; asks until there is an answer.
+    """Return the names of the existing actors. Retries until Ray answers.
 
     Raises:
         Unavailable: Ray does not answer within the limit.
@@ -222,7 +221,7 @@ async def described(bridge: Bridge, name: str, limit_s: float = ANSWER_LIMIT_S) 
     """Return `WorkerActor.describe`; empty if the actor does not have a process yet, or is lost together with its
     process.
 
-    None if it does not answer within the limit: its process may live, and be a healthy one.
+    None if it does not answer in time: its process may be alive and healthy.
     """
     asked = {"name": name, "method": "describe", "arguments": [], "limit_s": _DESCRIBE_LIMIT_S}
     try:
@@ -231,13 +230,13 @@ async def described(bridge: Bridge, name: str, limit_s: float = ANSWER_LIMIT_S) 
         log.warning("a process's actor is lost", extra={"actor": name, "reason": str(error)})
         return {}
     except NO_ANSWER as error:
-        log.error("no answer of a process's actor, which is left alone", extra={"actor": name, "reason": str(error)})
+        log.error("no answer from a process's actor; it is not removed", extra={"actor": name, "reason": str(error)})
         return None
     return answer
 
 
 async def _answer(bridge: Bridge, within_s: float, op: str, **arguments: object) -> Any:
-    """Return the result of `Bridge.call`, asked again until there is an answer. Raises the last error at the limit."""
+    """Return the result of `Bridge.call`, retried until there is an answer. Raises the last error at the time limit."""
     clock = asyncio.get_running_loop().time
     ends = clock() + within_s
     while True:
@@ -247,12 +246,12 @@ async def _answer(bridge: Bridge, within_s: float, op: str, **arguments: object)
             if clock() >= ends:
                 raise
             asked = arguments.get("name", arguments.get("prefix"))
-            log.warning("no answer by Ray yet, asking again", extra={"actor": asked, "reason": str(error)})
+            log.warning("no answer from Ray yet, retrying", extra={"actor": asked, "reason": str(error)})
         await _reconnected(bridge, ends)
 
 
 async def _reconnected(bridge: Bridge, limit: float) -> None:
-    """Return when Ray is to be asked again: after a pause, and connected, or at the limit."""
+    """Wait until the next attempt: a pause and a connection to Ray, at most until the time limit."""
     with suppress(TimeoutError):
         async with asyncio.timeout_at(limit):
             await bridge.connected.wait()

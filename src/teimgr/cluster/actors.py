@@ -1,7 +1,7 @@
 """The actors: one for each worker, which owns its process, and one for each host, which describes it.
 
-They run in Ray's processes on the worker's host; Ray makes actors of these classes (`bridge.py`), which import nothing
-of it. All they do is ask the host's node agent over its unix socket.
+They run in Ray's processes on the worker's host and only ask the host's node agent over its Unix socket. `bridge.py`
+turns these classes into actors; they import nothing of Ray.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from teimgr.wire.json_messages import write_line
 
 CONNECT_LIMIT_S = 5.0
 AGENT_ABSENCE_S = 10.0
-"""How long after a worker's end its agent is waited for, which may be restarting, for the reason that it ended."""
+"""How long to wait for the agent, which may be restarting, to learn why a worker ended."""
 _RETRY_PAUSE_S = 0.25
 
 Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -39,7 +39,7 @@ class WorkerActor:
         self._exit: asyncio.Task[dict[str, Any]] | None = None
 
     async def ready(self) -> bool:
-        """Answer as soon as Ray has placed the actor."""
+        """Return once Ray has placed the actor."""
         return True
 
     async def launch(self, spec: str, op: str = "launch") -> dict[str, Any]:
@@ -66,7 +66,7 @@ class WorkerActor:
         return {"worker": asdict(self._held), "exit": self._exit.result() if self._exit.done() else None}
 
     async def wait(self) -> dict[str, Any]:
-        """Return the exit, as `exit_to_dict` has it, when the process is gone."""
+        """Wait until the process has ended, and return the exit in the form of `exit_to_dict`."""
         assert self._exit is not None
         return await asyncio.shield(self._exit)
 
@@ -88,7 +88,7 @@ class WorkerActor:
         return None if self._process is None else await self._process.activity_s()
 
     async def _watch(self, held: HeldWorker, link: Link | None) -> dict[str, Any]:
-        """Wait for the end of the process, over restarts of the agent, which describes it."""
+        """Wait for the end of the process. After a restart of the agent, claim the process again."""
         gone_at: float | None = None
         while True:
             if link is not None:
@@ -112,10 +112,10 @@ class WorkerActor:
 
 
 class HostActor:
-    """Describes its host."""
+    """Actor that describes its host."""
 
     async def facts(self, fleet: dict[str, Any]) -> dict[str, Any]:
-        """{"facts": …} as `NodeFacts`, or {"error": text} where no agent answers, which learns of the fleet."""
+        """Give the agent the `fleet`; return {"facts": …} as `NodeFacts`, or {"error": text} if it does not answer."""
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 reader, writer = await _connect()
@@ -139,7 +139,7 @@ async def _connect() -> Link:
 
 
 def _own_description(held: HeldWorker) -> dict[str, Any]:
-    """How a worker ended whose agent is gone: without a status; its files are removed."""
+    """Return the exit of a worker whose agent is gone, without a status, and remove its files."""
     paths, log_path = WorkerPaths(Path(held.run_dir), held.incarnation), Path(held.log_path)
     span = LogSpan(log_path, 0, file_size(log_path))
     exit = Exit(None, paths.read_exit_report(), last_warning(log_path), span)

@@ -15,8 +15,8 @@ actor is one worker:
           {"exit"}                        it has ended; its files are removed
           {"error"}
 
-An actor that dies closes its connection, and its worker is killed: the fleet has given it up by then. Workers survive
-a restart of the agent; those that no actor claims in time are ended.
+When an actor dies, its connection closes and its worker is killed, since the fleet no longer uses it. Workers survive a
+restart of the agent; those that no actor claims in time are ended.
 
 `NodeMuxes` starts the muxes of the host, and finds them again after a restart of the agent. The daemon sends a mux's
 configuration without what belongs to the host: folder, certificate, and the socket on which it listens for the daemon.
@@ -85,7 +85,7 @@ class NodeMux:
         self._paths = paths
 
     async def wait(self) -> Exit:
-        """Return when the process is gone and its files are removed."""
+        """Wait until the process has ended and its files are removed."""
         exit = await self._process.wait()
         self._paths.remove()
         _facts_file(self._paths).unlink(missing_ok=True)
@@ -222,12 +222,12 @@ class Agent:
 
     @property
     def models_bytes_per_s(self) -> int:
-        """The most that this host sends of model files."""
+        """Rate limit of this host for sending model files."""
         return self.fleet.models_mb_per_sec << 20
 
     @property
     def workers(self) -> int:
-        """The number of live workers, those that wait to be claimed included."""
+        """The number of live workers, including those that wait to be claimed."""
         return sum(isinstance(each, LocalWorker) for each in (*self._held, *self._unclaimed.values()))
 
     def port_of(self, incarnation: str) -> tuple[str, int] | None:
@@ -256,7 +256,7 @@ class Agent:
         return True
 
     async def stop_workers(self, grace_s: float) -> None:
-        """Stop all workers and muxes, in parallel; each has the grace to finish its calls."""
+        """Stop all workers and muxes in parallel. Each may finish its calls within the grace."""
         workers = [*self._held, *self._unclaimed.values()]
         for result in await asyncio.gather(*(each.stop(grace_s) for each in workers), return_exceptions=True):
             if isinstance(result, LaunchFailed):
@@ -294,7 +294,7 @@ class Agent:
         await asyncio.sleep(CLAIM_LIMIT_S)
         unclaimed, self._unclaimed = self._unclaimed, {}
         for worker in unclaimed.values():
-            log.warning("ending a worker without an actor", extra={"worker": _label(worker), "pid": worker.pid})
+            log.warning("ending an unclaimed worker", extra={"worker": _label(worker), "pid": worker.pid})
             with suppress(LaunchFailed):
                 await worker.stop(_LEFTOVER_GRACE_S)
         self._number_changed.set()
@@ -308,7 +308,7 @@ class Agent:
                 if not await self._answer(request, reader, writer):
                     break
         except (ConnectionError, asyncio.CancelledError):
-            pass  # the other side is gone, or the agent ends
+            pass  # the peer disconnected, or the agent ends
         finally:
             self._connections.discard(task)
             writer.close()
@@ -347,8 +347,8 @@ class Agent:
         try:
             write_removed(self._identity_dir, fleet.removed)
         except OSError as error:
-            log.error("removed nodes cannot be written", extra={"reason": str(error)})
-        if fleet.services is None:  # a daemon that has just begun
+            log.error("the list of removed nodes cannot be written", extra={"reason": str(error)})
+        if fleet.services is None:  # the daemon has just started
             fleet = replace(fleet, services=self.fleet.services)
         self.fleet = fleet
         if fleet.services is not None:
@@ -360,14 +360,14 @@ class Agent:
             async with asyncio.timeout(_FLEET_LIMIT_S):
                 await self._hosts_known.wait()
         except TimeoutError:
-            write_line(writer, error="the list of hosts has not come from the daemon yet")
+            write_line(writer, error="the daemon has not sent the list of hosts yet")
             return
         write_line(writer, hosts=self.fleet.services, models_from=self.fleet.models_from)
 
     async def _launch(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._is_leaving(writer):
             return
-        self._launching += 1  # a worker that is being forked is one that the host has
+        self._launching += 1  # a worker being forked counts as one of the host
         try:
             wanted = WorkerSpec.from_json(spec)
             own = replace(
@@ -388,7 +388,7 @@ class Agent:
         await self._hold(worker, reader, writer)
 
     def _is_leaving(self, writer: asyncio.StreamWriter) -> bool:
-        """True if the host takes nothing new; the other end then gets the reason."""
+        """Return whether the host is leaving; if so, send the reason to the peer."""
         if self.leaving.is_set():
             write_line(writer, error="this host is leaving the cluster")
         return self.leaving.is_set()
@@ -402,7 +402,7 @@ class Agent:
         self, spec: str, beside: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if self._muxes is None:
-            write_line(writer, error="this host's muxes are its daemon's own")
+            write_line(writer, error="the daemon starts the muxes of this host itself")
             return
         if self._is_leaving(writer):
             return
@@ -424,7 +424,7 @@ class Agent:
             write_line(writer, error="no such worker")
 
     async def _hold(self, worker: Held, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Keep a worker for the actor at the other end: report its exit, or kill it when the actor is gone."""
+        """Report the exit of a worker to its actor, or kill the worker when the actor disconnects."""
         self._held.add(worker)
         gone = asyncio.ensure_future(reader.read(1))
         ended = asyncio.ensure_future(worker.wait())
@@ -437,7 +437,7 @@ class Agent:
             write_line(writer, exit=await asyncio.to_thread(exit_to_dict, await ended))
             with suppress(ConnectionError):
                 await writer.drain()
-        except asyncio.CancelledError:  # the agent ends; the next one finds the worker by its run file
+        except asyncio.CancelledError:  # the agent ends; the next agent finds the worker by its run file
             raise
         except LaunchFailed as error:
             log.error("worker does not die", extra={"worker": _label(worker), "reason": str(error)})

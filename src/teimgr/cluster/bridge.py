@@ -1,4 +1,4 @@
-"""The daemon's side of the bridge: starts the process that is connected to Ray, again where it ends, and calls it."""
+"""The daemon's side of the bridge to Ray: starts the bridge process, restarts it when it ends, and calls it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 
 
 class BridgeLost(Unavailable):
-    """Ray cannot be reached now; the operation may or may not have been done."""
+    """Ray cannot be reached now. Whether the operation was done is unknown."""
 
 
 class ActorExists(Exception):
-    """Another actor has the name."""
+    """Another actor has this name."""
 
 
 class ActorAbsent(Exception):
@@ -46,7 +46,7 @@ class ActorLost(Exception):
 
 
 class RayRefused(Unavailable):
-    """Ray did not do the operation; the message is its reason."""
+    """Ray refused the operation; the message has its reason."""
 
 
 class AnswerLate(Exception):
@@ -68,7 +68,7 @@ class Bridge:
     def __init__(self, address: str, node_ip: str, environ: Mapping[str, str], log_path: Path) -> None:
         self.connected = asyncio.Event()
         self.problem = "not connected yet"
-        """Why Ray cannot be reached, while that is so."""
+        """Why Ray cannot be reached; valid while it is not connected."""
         self._arguments = (address, node_ip)
         self._environ = environ
         self._log_path = log_path
@@ -78,11 +78,11 @@ class Bridge:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to connect, unless it has begun; `connected` is set when that is done."""
+        """Start connecting, if not yet started; `connected` is set once it succeeds."""
         self._task = self._task or asyncio.create_task(self._keep_running(), name="bridge to Ray")
 
     async def close(self) -> None:
-        """End the process; the actors continue."""
+        """End the process. The actors keep running."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -91,7 +91,7 @@ class Bridge:
         """Have the bridge carry out an operation of `bridge_process.py`, which a cancellation ends there too.
 
         Raises:
-            BridgeLost: it is not connected, or its process ended.
+            BridgeLost: the bridge is not connected, or its process ended.
             ActorExists, ActorAbsent, ActorLost, AnswerLate, RayRefused: as their names state.
         """
         if self._writer is None or not self.connected.is_set():
@@ -123,7 +123,7 @@ class Bridge:
             pause_s = min(_MAX_PAUSE_S, pause_s * 2)
 
     async def _run(self) -> None:
-        """One process, from its start to its end."""
+        """Run one bridge process from start to end."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         output = open_log(self._log_path, _LOG_LIMIT_BYTES, 1)
         try:

@@ -2,8 +2,8 @@
 
     python -m teimgr.cluster.bridge_process CONTROL_FD ADDRESS NODE_IP
 
-Ray's client library may end its process when the head is lost, takes signals and starts threads: all that happens
-here and not in the daemon, which starts another bridge (`bridge.py`). Actors are detached and do not notice.
+Ray's client library may end its process when the head is lost; it also handles signals and starts threads. Here that
+does not affect the daemon, which starts another bridge (`bridge.py`). Actors are detached, so they keep running.
 
 Messages are lines of JSON: {"id", "op", …}, answered by {"id", "value"} or {"id", "error": [kind, text]} unless
 {"cancel": id} comes before; first of all {"ready": version of ray}. The process ends when the control socket closes.
@@ -97,7 +97,7 @@ class BridgeProcess:
     # Workers
 
     async def _place(self, name: str, node: str, limit_s: float) -> None:
-        """Create the actor `name` on a host; return when it runs there. One that is late is removed again."""
+        """Create the actor `name` on a host and wait until it runs. If it is late, it is removed."""
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": 0, "num_cpus": 0}
 
@@ -189,7 +189,7 @@ class BridgeProcess:
 
 
 def _clock_of(found: Mapping[str, Any], asked_at: float, answered_at: float) -> dict[str, float]:
-    """By how much a host's clock is ahead of this one's, in seconds; less than the way there counts as none."""
+    """Return by how many seconds a host's clock is ahead of this one's; 0 if that is within the time of the answer."""
     clock = found.get("facts", {}).get("clock")
     if not clock:
         return {}
@@ -203,7 +203,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _await_listener(address: str) -> None:
-    """Return when something listens at `address`, or after a while; Ray's own attempts are seconds apart."""
+    """Wait for a listener at `address`, for a limited time. Ray's own attempts are seconds apart."""
     host, _, port = address.rpartition(":")
     ends = time.monotonic() + _LISTENER_LIMIT_S
     while time.monotonic() < ends:

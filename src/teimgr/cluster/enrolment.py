@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MAX_TOKENS = 256
 MAX_NODES = 4096
 RENEWALS_NOTED_S = 60.0
-"""How often the time of a node's renewal is written at most: it may renew as often as it likes."""
+"""Minimum interval between writes of a node's renewal time; nodes may renew more often."""
 MAX_TOKEN_LIFE_S = 7 * 86_400.0
 DEFAULT_TOKEN_LIFE_S = 3600.0
 _PREFIX = "teimgr1"
@@ -109,7 +109,7 @@ class Enrolment:
 
     @property
     def nodes(self) -> list[NodeRecord]:
-        """Those that have joined and were not removed, by name."""
+        """The nodes that have joined and were not removed, by name."""
         return [self._nodes[name] for name in sorted(self._nodes)]
 
     def has(self, node: str) -> bool:
@@ -117,7 +117,7 @@ class Enrolment:
 
     @property
     def removed(self) -> dict[str, float]:
-        """Nodes whose certificates do not count where they were issued before a time, in seconds since the epoch."""
+        """Revocations: by node, the time in epoch seconds before which its certificates were revoked."""
         return dict(self._removed)
 
     def create_token(
@@ -134,7 +134,7 @@ class Enrolment:
             raise ValidationError(f"life: {life_s:g} s, must be above 0 and at most {MAX_TOKEN_LIFE_S:g}")
         now = self._clock()
         if sum(each.used_by is None and now < each.expires_at for each in self._tokens.values()) >= MAX_TOKENS:
-            raise ValidationError(f"tokens: {MAX_TOKENS} wait to be used or to expire")
+            raise ValidationError(f"tokens: {MAX_TOKENS} unused tokens exist, which is the limit")
         token = JoinToken(secrets.token_hex(8), secrets.token_urlsafe(_SECRET_BYTES), fingerprint)
         record = TokenRecord(token.id, _sha256(token.secret), now + life_s, node)
         self._commit(tokens={**self._tokens, token.id: record})
@@ -193,7 +193,7 @@ class Enrolment:
             self._commit(nodes={**self._nodes, node: replace(record, renewed_at=now)})
 
     def remove(self, node: str) -> bool:
-        """Take the node out of the fleet: its certificates do not count any more. False if it was not in the fleet."""
+        """Remove the node from the fleet and revoke its certificates. Return False if it was not in the fleet."""
         if node not in self._nodes:
             return False
         self._commit(
@@ -213,9 +213,9 @@ class Enrolment:
         now, removed = self._clock(), removed or self._removed
         tokens = {id: each for id, each in tokens.items() if now < each.expires_at}
         used = [id for id, each in tokens.items() if each.used_by is not None]
-        for id in used[:-MAX_TOKENS]:  # kept for the message to who uses one again
+        for id in used[:-MAX_TOKENS]:  # the newest are kept, for the message if one is used again
             del tokens[id]
-        longest_ago = now - CERTIFICATE_LIFE.total_seconds()  # what was issued before has expired
+        longest_ago = now - CERTIFICATE_LIFE.total_seconds()  # certificates issued earlier have expired
         removed = {name: at for name, at in removed.items() if at > longest_ago}
         values = {
             "tokens": [asdict(each) for each in tokens.values()],

@@ -74,7 +74,7 @@ _LIMITS = {
 }
 _MAINTENANCE_S = 3600.0
 _LATEST = 2**40
-"""Seconds since the epoch that no clock shows."""
+"""Upper limit of a valid time in epoch seconds."""
 
 Message = dict[str, Any]
 ResultT = TypeVar("ResultT")
@@ -104,7 +104,7 @@ class EnrolmentServer:
         self._context: ssl.SSLContext | None = None
         self._maintenance: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._changes = ThreadPoolExecutor(1, "enrolment")  # one after the other, beside the event loop
+        self._changes = ThreadPoolExecutor(1, "enrolment")  # one thread: changes are serial and do not block the loop
         self._is_published = False
         self.renew_own()
         self._publish_removed()
@@ -167,7 +167,7 @@ class EnrolmentServer:
             PortConflict: the port is taken.
             InvalidConfig: a file in the folder cannot be used.
         """
-        self._read()  # again: a daemon before this one may have written since
+        self._read()  # again: the previous daemon may have written since
         self._publish_removed()
         self._listener = bind(host, port, "cluster.enrolment_port")
         self.address = self._listener.getsockname()[:2]
@@ -179,7 +179,7 @@ class EnrolmentServer:
         self._acceptor.start()
 
     async def close(self) -> None:
-        """Stop listening and end what is under way."""
+        """Stop listening and end open connections."""
         if self._maintenance is not None:
             self._maintenance.cancel()
             await asyncio.wait({self._maintenance})
@@ -208,7 +208,7 @@ class EnrolmentServer:
                 self.renew_own()
                 self._context = self._new_context()
                 await self._recorded(self._publish_removed)
-            except Exception:  # it is tried again
+            except Exception:  # retried at the next interval
                 log.exception("the daemon's certificate in the fleet was not renewed")
 
     def _stream(self, ticket: Ticket) -> asyncio.BaseProtocol:
@@ -254,7 +254,7 @@ class EnrolmentServer:
         if op != "renew":
             _check_clock(message.get("clock"))
         request = _text(message, "request").encode()
-        self.authority.key_of(request)  # a request that will be refused uses no token up
+        self.authority.key_of(request)  # checked first, so that a refused request uses no token
         node = self._proven(message, ssl_object)
         ray = {}
         if op != "renew":  # only hosts that may join learn the daemon's versions
@@ -295,7 +295,7 @@ class EnrolmentServer:
 
 
 def _check_clock(there: Any) -> None:
-    """Refuse a host by whose clock the daemon's certificates, renewed every hour, would not have begun."""
+    """Refuse a host whose clock is so late that the daemon's certificates are not valid yet."""
     if type(there) not in (int, float) or not 0 <= there < _LATEST:
         raise ValueError("clock: a time in seconds since the epoch is expected")
     if (late_s := time.time() - there) > CLOCKS_APART_S:

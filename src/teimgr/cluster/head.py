@@ -31,12 +31,12 @@ from teimgr.errors import InvalidConfig, Unavailable
 from teimgr.observability.log_source import LocalLogs, LogSource
 
 CONNECT_LIMIT_S = 180.0
-"""For Ray at the start of the daemon: it takes some ten seconds, on an overloaded machine a minute."""
+"""Time limit for Ray at the start of the daemon. It takes some ten seconds, a minute on an overloaded machine."""
 PREPARE_LIMIT_S = 60.0
 WATCH_INTERVAL_S = 1.0
 _ANY_PORT = 9
 MISSES_ALLOWED = 3
-"""So many readings without an answer of its agent change nothing: on a loaded host one may be late."""
+"""A host keeps its state for this many readings without an answer of its agent, which may be slow under load."""
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Member:
     facts: NodeFacts | None = None
     problem: str = ""
     misses: int = 0
-    """How often in a row its agent has not answered."""
+    """Consecutive readings without an answer of its agent."""
     clock_ahead_s: float | None = None
 
 
@@ -62,10 +62,10 @@ class ClusterHead:
     """
 
     def __init__(self, settings: Settings, launcher: LocalLauncher, cards: GpuInventory, leaving: LeavingHosts) -> None:
-        own_versions()  # refuses where Ray is not installed
+        own_versions()  # raises InvalidConfig if Ray is not installed
         cluster = settings.cluster
         self.members: Mapping[str, Member] = {}
-        """By name; hosts that Ray has lost are not among them."""
+        """The hosts by name, without those that Ray has lost."""
         self.services = HostServices()
         """Those of the other hosts, except hosts that have one instance port with this one."""
         self._leaving = leaving
@@ -97,11 +97,11 @@ class ClusterHead:
         self._changed = asyncio.Event()
         self._refreshed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
-        self._unwatched = ""  # the error of the last reading of the hosts, where it was not expected
+        self._unwatched = ""  # the last unexpected error while reading the hosts
         self._doubles: dict[str, Member] = {}  # hosts with the name of another, by Ray's id
 
     async def prepare(self) -> None:
-        """Connect to Ray beside the daemon that this one follows, so that its workers are found at once after it.
+        """Connect to Ray while the previous daemon still serves, so that its workers are found at once.
 
         Raises:
             Unavailable: Ray does not answer.
@@ -140,13 +140,13 @@ class ClusterHead:
         self._watch = asyncio.create_task(self._keep_watching(), name="hosts of the cluster")
 
     async def close(self) -> None:
-        """End Ray's head on this host; the other hosts wait for the next one."""
+        """End Ray's head on this host. The other hosts wait for the next head."""
         await self.release()
         if self._ray is not None:
             await self._ray.stop()
 
     async def release(self) -> None:
-        """Let go of Ray, the actors and the workers, which go on and are found by the next daemon."""
+        """Release Ray, the actors and the workers. They keep running, and the next daemon finds them."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait({self._watch})
@@ -174,7 +174,7 @@ class ClusterHead:
             raise Unavailable(f"Ray does not answer at {address} for {limit_s:g} s: {self._disconnection}") from None
 
     async def refreshed(self) -> None:
-        """Return when the list of hosts was read again."""
+        """Wait until the list of hosts was read again."""
         await self._refreshed.wait()
 
     def alarms(self) -> list[str]:
@@ -259,7 +259,7 @@ class ClusterHead:
                 self._unwatched = ""
             except (Unavailable, AnswerLate):
                 pass
-            except Exception as error:  # a defect of ours, or a value that is not expected, must not end the watch
+            except Exception as error:  # an unexpected error must not end the watch
                 if (problem := repr(error)) != self._unwatched:
                     log.exception("the hosts of the cluster are not watched")
                 self._unwatched = problem
@@ -277,7 +277,7 @@ class ClusterHead:
         )
 
     def other_logs(self) -> list[LogSource]:
-        """The logs of the other hosts, those included that do not answer now."""
+        """The logs of the other hosts, including hosts that do not answer now."""
         others = [each for each in self.members.values() if each.name != self.host.name]
         return [
             RemoteLogs(address_of(each), self.enrolment.identity, "" if each.facts else each.problem) for each in others
@@ -285,7 +285,7 @@ class ClusterHead:
 
 
 def address_of(member: Member) -> HostAddress:
-    """Where its service is reached."""
+    """The address of its service."""
     return HostAddress(member.name, member.facts.service if member.facts else "")
 
 
@@ -328,7 +328,7 @@ def _member(found: Mapping[str, Any], known: Mapping[str, Member]) -> Member:
 
 
 def _problem(facts: NodeFacts) -> str:
-    """Why a host takes no workers; empty where it does."""
+    """Return why a host takes no workers; empty if it does."""
     if different := facts.versions.differences(own_versions()):
         return f"versions differ: {different}"
     return "it is leaving" if facts.draining else facts.problem

@@ -22,7 +22,7 @@ from teimgr.errors import InvalidConfig, ValidationError
 from teimgr.wire.fleet_tls import check_node_name
 
 MIN_FREE_BYTES = 4 << 20
-"""Of a folder where a worker has its socket, run file and log. With less on its disk a host starts none."""
+"""Minimum free disk space for the folder of a worker's socket, run file and log; below it, the host starts none."""
 
 
 class HostDescription:
@@ -66,7 +66,7 @@ class HostDescription:
 
 
 def disk_problem(folders: Sequence[Path]) -> str:
-    """Which of the folders is on a full disk, with how much is free there; empty where none does. Blocking."""
+    """Return which folder is on a full disk and what is free there; empty if none is. Blocking."""
     for folder in folders:
         free = _free_bytes(folder)
         if free is not None and free < MIN_FREE_BYTES:
@@ -92,7 +92,7 @@ def _free_bytes(folder: Path) -> int | None:
 
 @cache
 def own_versions() -> Versions:
-    """Of the packages installed here, from their metadata.
+    """Return the versions of the packages installed here, from their metadata.
 
     Raises:
         InvalidConfig: ray is not installed.

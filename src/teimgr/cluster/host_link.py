@@ -27,7 +27,7 @@ from teimgr.wire.remote_frames import set_tcp_limits
 CONNECT_LIMIT_S = 5.0
 ANSWER_LIMIT_S = 30.0
 SEND_LIMIT_S = 30.0
-"""A peer without progress for this long is given up."""
+"""The connection to a peer without progress for this long is dropped."""
 PIECE_BYTES = 256 << 10
 _STREAM_BUFFER_BYTES = 64 << 10
 _KEEPALIVE_S = 5
@@ -36,7 +36,7 @@ _LENGTH = struct.Struct("!I")
 
 @dataclass(frozen=True, slots=True)
 class HostAddress:
-    """Where the service of a host is reached: `host:port`."""
+    """The address of a host's service, `host:port`."""
 
     name: str
     address: str
@@ -145,7 +145,7 @@ class HostLink:
         self._writer.transport.abort()
 
     async def finish(self, limit_s: float = 1.0) -> None:
-        """Close when waiting data is sent, at the latest after this time."""
+        """Close once waiting data is sent, at the latest after a time limit."""
         self._writer.close()
         try:
             async with asyncio.timeout(limit_s):
@@ -173,7 +173,7 @@ async def drained(writer: asyncio.StreamWriter, limit_s: float, *, whole: bool =
         OSError: the connection is lost.
     """
     if whole and not writer.is_closing():
-        writer.transport.set_write_buffer_limits(1)  # 0 would pause it for good: uvloop's TLS has 0 bytes over 0
+        writer.transport.set_write_buffer_limits(1)  # with 0, uvloop's TLS would stay paused
     while True:
         waiting = writer.transport.get_write_buffer_size()
         try:
@@ -220,16 +220,16 @@ STALL_S = 60.0
 up, for which calls wait half that time.
 """
 LINGER_S = 30.0
-"""What a client has to end its connection after the worker ended it."""
+"""How long a client may keep its connection open after the worker has ended it."""
 _READ_BYTES = 64 << 10
 STREAM_BYTES = _READ_BYTES // 2
 """Limit of a connection's stream reader, which holds twice as much."""
 _MAX = 2048
-_RESET = struct.pack("ii", 1, 0)  # lingering for no time: the peer gets a reset, and takes what it has for incomplete
+_RESET = struct.pack("ii", 1, 0)  # zero linger time sends a reset, so the peer knows that its data is incomplete
 
 
 def most_forwarded() -> int:
-    """The most connections that a host forwards in all; each has two sockets."""
+    """Return the limit on the connections that a host forwards; each needs two sockets."""
     return min(_MAX, max_connections() // 2)
 
 
@@ -280,12 +280,12 @@ class NearEnd:
             await asyncio.gather(*ways, return_exceptions=True)
 
     def close(self) -> None:
-        """Close it; nothing waits to be sent once `relay` has returned."""
+        """Close it. Nothing is unsent once `relay` has returned."""
         self._writer.close()
 
     def reset(self) -> None:
-        """Close it so that its peer sees a failure."""
-        if not self._writer.is_closing():  # else its descriptor may be another one's
+        """Reset it, so that its peer sees a failure."""
+        if not self._writer.is_closing():  # otherwise the descriptor may belong to another connection
             _be_reset_at_close(self._writer.get_extra_info("socket"))
         self._writer.transport.abort()
 

@@ -28,7 +28,7 @@ from teimgr.models.directory import files_below, needed
 from teimgr.models.neighbours import MAX_FILES, ModelFile, is_blob, is_commit
 
 MAX_STREAMS = 4
-"""So many hosts are sent files at a time; others ask again."""
+"""Limit on the hosts that are sent files at a time; others retry."""
 IDLE_LIMIT_S = 60.0
 PIECE_BYTES = 256 << 10
 _DIGESTS_KEPT = 10_000
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A snapshot, with each file and where it lies, by its name."""
+    """A snapshot: its files and their paths, by name."""
 
     commit: str
     files: Mapping[str, tuple[ModelFile, Path]]
@@ -65,7 +65,7 @@ class HostModels:
         """
         model_id, revision = request["model_id"], request["revision"]
         if not isinstance(model_id, str) or not (revision is None or isinstance(revision, str)):
-            raise InvalidInput("model_id, revision: no texts")
+            raise InvalidInput("model_id, revision: must be strings")
         offer = await asyncio.to_thread(self.find, model_id, revision)
         if offer is None:
             await link.send(absent=True)
@@ -79,7 +79,7 @@ class HostModels:
             log.info("a model is sent", extra={"peer": link.host, "model": model_id, "commit": offer.commit})
             while "file" in (wanted := await link.receive(IDLE_LIMIT_S)):
                 if wanted["file"] not in offer.files:
-                    raise InvalidInput("file: none of this model")
+                    raise InvalidInput("file: not a file of this model")
                 file, path = offer.files[wanted["file"]]
                 await self._send(link, file, path, int(wanted["start"]))
         finally:
@@ -138,7 +138,7 @@ class HostModels:
             try:
                 await self._send_pieces(link, descriptor, start, file.size_bytes)
             except BaseException:
-                await link.close()  # an error message would be taken for content
+                await link.close()  # an error message would be taken as content
                 raise
         finally:
             os.close(descriptor)
@@ -153,7 +153,7 @@ class HostModels:
             await link.send_bytes(piece)
 
     async def _wait_for_turn(self, count: int) -> None:
-        """Keep all streams together within the rate."""
+        """Wait so that all streams together keep the rate."""
         now = asyncio.get_running_loop().time()
         begins = max(now, self._sent_until)
         self._sent_until = begins + count / max(1, self._bytes_per_s())
@@ -168,4 +168,4 @@ def _open(path: Path, size_bytes: int) -> int:
     if stat.S_ISREG(state.st_mode) and state.st_size == size_bytes:
         return descriptor
     os.close(descriptor)
-    raise Unavailable(f"{path.name} changed meanwhile")
+    raise Unavailable(f"{path.name} has changed")

@@ -68,7 +68,7 @@ class HostService:
         self._links += 1
         try:
             if self._links > MAX_LINKS:
-                raise Unavailable(f"this host answers {MAX_LINKS} requests of others already")
+                raise Unavailable(f"this host already answers {MAX_LINKS} requests, which is the limit")
             request = await link.receive(_REQUEST_LIMIT_S)
             operation = self._operations.get(str(request.get("op")))
             if operation is None:
@@ -115,7 +115,7 @@ class HostService:
             raise Forbidden("instance ports are forwarded for the daemon alone")
         if self._forwarded >= most_forwarded():
             raise Unavailable(f"this host has {self._forwarded} forwarded connections already")
-        self._links -= 1  # these have their own limit
+        self._links -= 1  # forwarded connections have their own limit
         self._forwarded += 1
         try:
             near = await self._connect_port([str(each) for each in request["workers"]])
@@ -139,7 +139,7 @@ class HostService:
     async def _connect_port(self, workers: Sequence[str]) -> NearEnd:
         address = next((found for each in workers if (found := self._port_of(each))), None)
         if address is None:
-            raise Unavailable("it has none of the workers")
+            raise Unavailable("this host has none of the workers")
         try:
             async with asyncio.timeout(_PORT_LIMIT_S):
                 return await NearEnd.connect(*address)
@@ -149,7 +149,7 @@ class HostService:
 
 async def _refuse(link: HostLink, error: TeimgrError) -> None:
     log.info("a request of another host ended", extra={"peer": link.peer.uri, "reason": error.message})
-    with suppress(Unavailable):  # it is gone
+    with suppress(Unavailable):  # the peer is gone
         await link.send(error=pack_error(error))
 
 
@@ -172,7 +172,7 @@ class HostListener(FleetListener):
         self._links: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """End what is under way, and stop listening."""
+        """End open requests, and stop listening."""
         await super().close()
         for task in self._links:
             task.cancel()
@@ -184,7 +184,7 @@ class HostListener(FleetListener):
 
     def _connected(self, ticket: Ticket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            ticket.enter(Phase.ANSWER)  # it has a certificate of the fleet
+            ticket.enter(Phase.ANSWER)  # its certificate of the fleet was verified
             set_tcp_limits(writer.transport)
             peer = peer_of(writer.get_extra_info("ssl_object"))
             self.identity.check(peer)

@@ -61,7 +61,7 @@ _RETRY_S = 60.0
 _NOT_VALID_NOW = (9, 10)
 """X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL's x509_vfy.h; `ssl` does not name them."""
 _MIN_PAUSE_S = 60.0
-"""Between two renewals, also where this host's clock is so far ahead that each certificate looks old at once."""
+"""Minimum time between two renewals, for a host whose clock is so far ahead that each certificate looks expired."""
 
 
 async def admission(host: str, port: int, identity: FleetIdentity, token: str, versions: Versions) -> str:
@@ -78,7 +78,7 @@ async def admission(host: str, port: int, identity: FleetIdentity, token: str, v
         except (Unauthenticated, Forbidden) as error:
             if not token:
                 raise
-            log.warning("this node's certificate was refused, its token is tried", extra={"reason": error.message})
+            log.warning("this node's certificate was refused, trying its token", extra={"reason": error.message})
     if not token:
         raise InvalidConfig(
             f"node '{identity.node}' has no valid certificate of the fleet in {identity.folder}: join with a token, "
@@ -103,7 +103,7 @@ async def join(host: str, port: int, token: str, identity: FleetIdentity, versio
     parsed = JoinToken.parse(token)
     check_node_name(identity.node)
     blind = new_context(ssl.PROTOCOL_TLS_CLIENT)
-    blind.verify_mode = ssl.CERT_NONE  # what it answers is compared with the token; nothing secret is sent
+    blind.verify_mode = ssl.CERT_NONE  # the answer is compared with the token, and nothing secret is sent
     offered = await _ask(host, port, blind, {"op": "authorities"})
     pinned = _pinned(offered.get("authorities"), parsed.fingerprint)
     context = new_context(ssl.PROTOCOL_TLS_CLIENT)
@@ -115,13 +115,13 @@ async def join(host: str, port: int, token: str, identity: FleetIdentity, versio
 
 
 async def enter(host: str, port: int, identity: FleetIdentity, versions: Versions) -> str:
-    """Like `join`, by the right of the present certificate."""
+    """Like `join`, authenticated by the present certificate."""
     message = {"op": "enter", **_about_this_host(versions)}
     return _ray_token(await _take(host, port, identity.client_context(), message, identity.folder))
 
 
 async def renew(host: str, port: int, identity: FleetIdentity) -> None:
-    """Replace the node's key and certificate, by the right of the present one.
+    """Replace the node's key and certificate, authenticated by the present one.
 
     Raises:
         InvalidConfig: the identity is missing. Others as `join`.
@@ -136,7 +136,7 @@ async def keep_renewed(host: str, port: int, identity: FleetIdentity) -> None:
             if (pause_s := seconds_to_renewal(identity.folder)) <= 0:
                 await renew(host, port, identity)
                 pause_s = _MIN_PAUSE_S
-        except (TeimgrError, OSError, ValueError) as error:  # ValueError: of a file that is written at this moment
+        except (TeimgrError, OSError, ValueError) as error:  # ValueError: the file is being written
             log.warning("the node's certificate was not renewed", extra={"reason": str(error)})
             pause_s = _RETRY_S
         await asyncio.sleep(pause_s)
@@ -191,7 +191,7 @@ def _about_this_host(versions: Versions) -> dict[str, Any]:
 
 def _ray_token(answer: dict[str, Any]) -> str:
     if not isinstance(token := answer.get("ray_token"), str):
-        raise Unavailable("the daemon's answer has no token of Ray")
+        raise Unavailable("the daemon's answer lacks Ray's token")
     return token
 
 
@@ -264,7 +264,7 @@ class NodeOptions:
 
 
 def main(options: NodeOptions) -> int:
-    """Be a host of the cluster until a signal or `teimgr node leave`; return the exit status."""
+    """Run a host of the cluster until a signal or `teimgr node leave`; return the exit status."""
     logs.setup("info", "json")
     raise_file_limit()
     try:
@@ -362,7 +362,7 @@ class Node:
             log.info("host %s serves", self._host.name, extra={"head": self._options.head})
 
     async def _until_left(self) -> None:
-        """Return when the host is to leave and has no workers any more, or the grace is over."""
+        """Wait until the host is leaving and has no workers, or the grace is over."""
         loop, leaving, second_signal = asyncio.get_running_loop(), self._agent.leaving, asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, lambda: (second_signal if leaving.is_set() else leaving).set())

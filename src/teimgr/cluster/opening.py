@@ -1,4 +1,4 @@
-"""`open_cluster`: the parts of a cluster for the daemon, which are imported only where its settings have one."""
+"""`open_cluster`: the parts of a cluster in the daemon, imported only if the settings have a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What takes the place of the launcher and the inventory of one host.
+    """The parts that replace the launcher and the inventory of a single host.
 
     `identity` is the daemon's, `node_identity` that of its host, for the muxes here. `logs` are those of other hosts.
     """

@@ -37,15 +37,15 @@ from teimgr.wire.fleet_tls import FleetIdentity
 from teimgr.wire.routing.directory import Directory
 
 MAX_OF_INSTANCE = 1024
-"""The most connections to one instance; over all of them it is `most_forwarded`."""
+"""Limit on the connections to one instance; `most_forwarded` limits those of all instances."""
 CONNECT_LIMIT_S = 3.0
-"""For a host to answer, and again to connect to the port there."""
+"""Time limit for a host to answer, and the same again to connect to the port there."""
 _TRIES_LIMIT_S = 10.0
-_AVOIDED_S = 5.0  # other hosts are tried before one that failed
+_AVOIDED_S = 5.0  # a host that failed is tried last for this long
 _FIRST_RETRY_S = 0.1
 _RETRY_S = 5.0
 _INHERITED = "forwarded "
-_INHERITED_S = 30.0  # for the hosts to be known again
+_INHERITED_S = 30.0  # until then the hosts should be known again
 _ENDED = (State.STOPPED, State.FAILED, State.UNLOADED)
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class PortForwarding:
                 self.local.leave_port(name)
 
     def hand_over(self) -> None:
-        """Accept no more, as a successor does; connections go on, and are forwarded as before."""
+        """Stop accepting, since the successor accepts. Open connections are forwarded as before."""
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
@@ -129,13 +129,13 @@ class PortForwarding:
             await asyncio.wait(tasks, timeout=max(0.0, limit_s))
 
     def _hosts_changed(self) -> None:
-        """Listen for instances whose hosts are known now; end connections to hosts that are lost."""
+        """Listen for instances whose hosts are now known, and end connections to lost hosts."""
         if self._unsubscribe is not None:
             for entry in self._directory.snapshot().entries:
                 self._follow(entry.name, entry)
 
     def leave(self) -> None:
-        """Stop listening; connections go on until their workers end them."""
+        """Stop listening. Open connections last until their workers end them."""
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
@@ -202,7 +202,7 @@ class _Port:
         self._taken: Counter[str] = Counter()
         self._failed_at: dict[str, float] = {}
         self._is_full = False
-        # Their own contexts, without the request that happened to start them.
+        # A new context, so that logs do not name the request that started the task.
         self._joining = asyncio.create_task(self._join(), name=f"port of {name}", context=Context())
 
     @property
@@ -278,7 +278,7 @@ class _Port:
         if self._joined is not None:
             self._joined = None
             self._owner.local.leave_port(self._name)
-            log.info("the port is forwarded no more", extra={"instance": self._name, "port": self._number})
+            log.info("the port is no longer forwarded", extra={"instance": self._name, "port": self._number})
 
     def _accept_or_not(self) -> None:
         if self._joined is None or self._has_local or not self._replicas:
@@ -306,7 +306,7 @@ class _Port:
         if not self._is_full:
             self._is_full = True
             numbers = {"of_instance": self.connections, "of_all": self._owner.connections}
-            log.warning("connections are refused, there are too many", extra={"instance": self._name, **numbers})
+            log.warning("too many connections, new ones are refused", extra={"instance": self._name, **numbers})
 
     def _stream(self, ticket: Ticket) -> asyncio.BaseProtocol:
         return GatedStream(ticket, partial(self._connected, ticket), STREAM_BYTES)
@@ -372,7 +372,7 @@ class _Port:
     async def _connect_by(self, host: str) -> HostLink:
         address, workers = self._owner.hosts.now.get(host), self._replicas.get(host)
         if address is None or not workers:
-            raise Unavailable(f"{host}: it has no replica any more")
+            raise Unavailable(f"{host}: no longer has a replica")
         link = await connect(address, self._owner.identity, CONNECT_LIMIT_S)
         try:
             await link.send(op="forward", workers=list(workers))
@@ -394,7 +394,7 @@ class _Port:
 
     def _note_failure(self, host: str, reason: str) -> None:
         now = asyncio.get_running_loop().time()
-        if now - self._failed_at.get(host, -_AVOIDED_S) >= _AVOIDED_S:  # else it was logged
+        if now - self._failed_at.get(host, -_AVOIDED_S) >= _AVOIDED_S:  # a repeated failure was logged before
             self._failed_at[host] = now
             log.warning("connections are not forwarded", extra={"instance": self._name, "node": host, "reason": reason})
 

@@ -62,7 +62,7 @@ class RayLauncher:
         self._launching: Counter[str] = Counter()
 
     async def start(self) -> None:
-        """Start the launcher of this host, and the head, once; Ray comes up in the background."""
+        """Start the launcher of this host and the head, once. Ray starts in the background."""
         await self._local.start()
         await self._head.start()
 
@@ -145,7 +145,7 @@ class RayLauncher:
         await self._head.close()
 
     async def release(self) -> None:
-        """Like `close`, but Ray goes on."""
+        """Like `close`, but Ray keeps running."""
         for worker in tuple(self._workers.values()):
             await worker.release()
         self._workers.clear()
@@ -241,10 +241,10 @@ class RayMuxLauncher:
         return self._mux(name, held, is_current=True)
 
     def record(self, mux: MuxHandle) -> None:
-        """The actors are the record."""
+        """Do nothing: the actors are the record of the muxes."""
 
     def clean_up(self) -> None:
-        """Its host's agent removes the files."""
+        """Do nothing: the agent of its host removes the files."""
 
     def _mux(self, name: str, held: HeldWorker, *, is_current: bool) -> RayMux:
         own = self._head.by_own_clock(self.host, held)

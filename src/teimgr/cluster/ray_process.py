@@ -164,7 +164,7 @@ class RayProcess:
         found = RayRunFile.read(self._run_file)
         adopted = ProcessHandle.adopt(found) if found else None
         if adopted is not None and found is not None and found.head not in ("", self._head):
-            log.warning("Ray of another head is ended", extra={"head": found.head, "pid": found.pid})
+            log.warning("ending a Ray process of another head", extra={"head": found.head, "pid": found.pid})
             await adopted.stop(_END_GRACE_S)
             adopted = None
         self._handle = adopted or self._spawn()
@@ -181,7 +181,7 @@ class RayProcess:
         self._run_file.unlink(missing_ok=True)
 
     async def release(self) -> None:
-        """Stop watching; Ray continues."""
+        """Stop watching. Ray keeps running."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -242,7 +242,7 @@ def ensure_token(path: Path) -> None:
 
 
 def check_token(path: Path) -> None:
-    """Check that Ray's token is there, for its owner alone.
+    """Check that Ray's token exists and only its owner can read it.
 
     Raises:
         InvalidConfig: it is not.
