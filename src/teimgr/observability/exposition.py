@@ -54,7 +54,7 @@ def text(page: Page, *, helps: bool = True) -> str:
 
 def text_lines(page: Page, *, helps: bool = True) -> Iterator[str]:
     """Yield the lines of `text`."""
-    written: dict[int, str] = {}  # labels that families share, once for all: series of thousands of instances
+    written: dict[int, str] = {}  # families of thousands of instances share labels, which are rendered once
     for family, samples in page.items():
         if not samples:
             continue
@@ -76,10 +76,10 @@ _KEPT_EVERY = 3
 
 
 def condensed(page: Page) -> Page:
-    """Return the page with fewer series: for Prometheus stores each bucket of each instance as its own series.
+    """Return the page with fewer series, since Prometheus stores each bucket of each instance as a series.
 
-    In histograms of workers with more than `MAX_BUCKETS` buckets every third is kept, and +Inf; the histograms of
-    embedded and of classified inputs are left out as long as they are empty.
+    Worker histograms with more than `MAX_BUCKETS` buckets keep every third bucket and +Inf. Empty histograms of
+    embedded and of classified inputs are left out.
     """
     return {family: list(_condensed(family, samples)) for family, samples in page.items()}
 

@@ -21,7 +21,7 @@ _HEAD_BYTES = 512
 
 
 class Piece(NamedTuple):
-    """One file of a log: its lines, of which the last may have no end (`has_rest`), and its bytes up to there."""
+    """One file of a log: its lines and bytes. The last line may be unfinished (`has_rest`)."""
 
     path: Path
     lines: int
@@ -50,7 +50,7 @@ def read_lines(parts: list[Piece], start: int, end: int) -> Iterator[str]:
 
 
 def _scan(path: Path) -> Piece | None:
-    """None if the file does not exist, as just after a rotation."""
+    """Count the lines of a file; None if it does not exist, for instance just after a rotation."""
     lines = complete_bytes = size = 0
     try:
         with path.open("rb") as file:
@@ -73,7 +73,7 @@ def _read_from(path: Path, skip: int) -> Iterator[str]:
 
 
 def _skip_rest(file: BinaryIO) -> bool:
-    """Seek to the next line; false if the present one had no more bytes."""
+    """Seek to the next line; False if the present line had no more bytes."""
     some = False
     while rest := file.readline(CHUNK_BYTES):
         some = True
@@ -96,7 +96,7 @@ def _skip_lines(file: BinaryIO, lines: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Lines that a follower cannot have, and why."""
+    """Lines that a follower missed, and the reason."""
 
     reason: str = "lines were rotated away before they were read"
 
@@ -124,7 +124,7 @@ class Follower:
             found += [*self._next_file(), Gap()]
             at = 0
         chunk = self._read_on(files[at])
-        if chunk is None:  # rotated since it was found: the next call finds it under another name, or not at all
+        if chunk is None:  # rotated since it was found; the next call looks for it again
             return found
         while not chunk and at + 1 < len(files):
             found += self._next_file()
@@ -154,7 +154,7 @@ class Follower:
         return None if before is None else min(before + 1, len(files) - 1)
 
     def _next_file(self) -> Iterator[str]:
-        """Go to the beginning of another file; an unfinished line will not be completed any more."""
+        """Go to the beginning of another file. An unfinished line of the last one stays incomplete."""
         if self._rest:
             yield _text(self._rest)
         self._before, self._head, self._position = self._head or self._before, b"", 0

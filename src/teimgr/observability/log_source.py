@@ -26,7 +26,7 @@ from teimgr.observability.logs import LEVELS, log_path
 
 @dataclass(frozen=True, slots=True)
 class LogFilter:
-    """Minimum level and earliest time; None for any.
+    """Selects lines by minimum level and earliest time; None selects all.
 
     A line that is not a JSON event, such as one of a traceback, is kept or dropped with the event before it.
     """
@@ -60,7 +60,7 @@ class LogFilter:
         return cls(None if level is None else int(level), datetime.fromisoformat(since) if since else None)
 
     def predicate(self) -> Callable[[str], bool]:
-        """Whether to keep a line, for the lines of a log in their order."""
+        """Return a function that tells whether to keep each line of a log, called in order."""
         kept = self.since is None  # lines before the first event have no known time
 
         def keeps(line: str) -> bool:
@@ -96,7 +96,7 @@ def _since(text: str) -> datetime:
     with suppress(ValueError, OverflowError):
         return datetime.now(UTC) - timedelta(seconds=float(text))
     try:
-        return _aware(datetime.fromisoformat(text.replace(" ", "+")))  # an unescaped plus sign in the query
+        return _aware(datetime.fromisoformat(text.replace(" ", "+")))  # an unescaped plus sign of a query
     except ValueError:
         raise ValidationError(f"since: {text!r} is neither seconds ago nor a moment in RFC 3339") from None
 
@@ -111,10 +111,10 @@ BATCH_LINES = 200
 _BATCH_CHARS = 128 * 2**10
 POLL_S = 0.25
 OPEN_LIMIT_S = 10.0
-"""A host that has not opened its log by then is left out."""
+"""Time limit for a host to open its log; later hosts are left out."""
 MAX_AT_A_TIME = 32
 _QUEUED_BATCHES = 4
-# To open a log reads all of it on a thread of a shared pool. At most this many at a time, and this many waiting.
+# Opening a log reads all of it on a thread of a shared pool. Limits on the logs being opened, and on those waiting.
 _OPENING = 4
 _MAX_WAITING = 32
 _LOOK_S = 3.0
@@ -125,7 +125,7 @@ Batch = list[str | Gap]
 
 
 class OpenLog(Protocol):
-    """A log as of one moment, and the lines that follow. `total` is the number of its lines that pass the filter."""
+    """A log at one moment, and the lines after it. `total` counts the lines that pass the filter."""
 
     total: int
 
@@ -137,7 +137,7 @@ class OpenLog(Protocol):
         """Lines [start, end), in batches."""
 
     def live(self) -> AsyncGenerator[Batch]:
-        """Yield the lines appended from that moment on; an empty batch at intervals."""
+        """Yield the lines appended after that moment, and an empty batch at intervals."""
 
     async def close(self) -> None:
         """Release opened resources; `past` and `live` have ended."""
@@ -149,10 +149,10 @@ class LogSource(Protocol):
     host: str
 
     async def open(self, name: str, filter: LogFilter, *, follow: bool) -> OpenLog | None:
-        """The log of an instance, for `live` too with `follow`; None if the host has none.
+        """Return the log of an instance, or None if the host has none. `live` needs `follow`.
 
         Raises:
-            TeimgrError, OSError: the host cannot be asked now.
+            TeimgrError, OSError: the host does not answer now.
         """
 
 
@@ -199,7 +199,7 @@ class LocalLog:
         parts, size = pieces(path), 0
         if not parts:
             return None
-        if follow and parts[-1].path == path:  # a last line without an end is the follower's
+        if follow and parts[-1].path == path:  # the follower reads an unfinished last line
             newest = parts.pop()
             parts.append(newest._replace(lines=newest.lines - newest.has_rest))
             size = newest.complete_bytes
@@ -234,7 +234,7 @@ def _lines(parts: list[Piece], filter: LogFilter, start: int, end: int | None) -
 
 
 def _batch(lines: Iterator[str]) -> Batch:
-    """Return the next lines, at least one while there are any; a batch is bounded in number and in size."""
+    """Return the next lines, bounded in number and size; empty only at the end."""
     batch: Batch = []
     chars = 0
     for line in lines:
@@ -269,7 +269,7 @@ class FleetLogs:
 
 
 class MergedLog:
-    """`OpenLog` of several hosts. Hosts that fail on the way are left out, and named in a `Gap`."""
+    """`OpenLog` of several hosts. Hosts that fail while it is read are left out, and named in a `Gap`."""
 
     def __init__(
         self, sources: Callable[[], Sequence[LogSource]], name: str, filter: LogFilter, *, follow: bool
@@ -396,7 +396,7 @@ class MergedLog:
     async def _look_for_more(
         self, tasks: dict[str, asyncio.Task[None]], queue: asyncio.Queue[tuple[str, Batch | None]]
     ) -> None:
-        """Follow the log on hosts that lacked it or did not answer; a new one from its last lines on."""
+        """Follow the log on hosts that lacked it or did not answer, starting with its last lines."""
         while True:
             await asyncio.sleep(_LOOK_S)
             for source in self._sources():
@@ -404,7 +404,7 @@ class MergedLog:
                     continue
                 if (opened := await self._open(source)) is None:
                     continue
-                self._logs[source.host] = opened  # which `close` closes
+                self._logs[source.host] = opened  # so that `close` closes it
                 first = opened.total if source.host in self._seen else max(0, opened.total - _LATE_LINES)
                 self._seen.add(source.host)
                 async with aclosing(opened.past(first, opened.total)) as past:
@@ -419,7 +419,7 @@ class MergedLog:
 
 
 class _Timed:
-    """The lines of one log one by one; `item` is the present one."""
+    """Iterates over the lines of one log; `item` is the current one."""
 
     def __init__(self, batches: AsyncGenerator[Batch]) -> None:
         self.item: str | Gap = ""
@@ -428,7 +428,7 @@ class _Timed:
         self._moment = _EARLIEST
 
     async def advance(self) -> datetime | None:
-        """Go to the next line; return its time, or that of the line before if it has none; None at the end."""
+        """Go to the next line and return its time, or that of the line before it; None at the end."""
         item = next(self._items, None)
         while item is None:
             batch = await anext(self._batches, None)

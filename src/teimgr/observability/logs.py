@@ -59,7 +59,7 @@ _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "task
 DAEMON = "_daemon"
 """The name of the daemon's own log; no instance can have it."""
 GONE = "gone"
-"""The folder, beside the logs, of those of instances that calls have made and that are gone."""
+"""Subfolder for logs of deleted instances that calls had created."""
 GONE_LOGS = 32
 CHECK_INTERVAL_S = 30.0
 _READER_WAIT_S = 0.02

@@ -1,8 +1,7 @@
-"""A watchdog of the event loop: records what held it for more than 200 ms, with the stack and the request.
+"""Watchdog of the event loop: records what blocked it for more than 200 ms, with the stack and the request.
 
-A thread asks the loop for a sign of life twice a second, and at once if the loop's thread ran without a pause for a
-tenth of a second. A loop that the machine gives no processor is not held: the kernel counts how long its thread waited
-for one.
+A thread schedules a callback on the loop twice a second, and also when the loop's thread has run for a tenth of a
+second without a pause. Time in which the loop's thread waited for a processor does not count; the kernel reports it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ log = logging.getLogger(__name__)
 
 HELD_S = 0.2
 _LOOK_S = 0.1
-_LOOKS = 5  # of which the last asks in any case
+_LOOKS = 5  # checks per half second; the last one always asks the loop
 _BUSY_PART = 0.8
 _ALARM_S = 600.0
-"""Seconds for which a blocked loop stays an alarm."""
+"""How long the alarm of a blocked loop stays, in seconds."""
 _SHOWN_CHARS = 80
-_COUNTS_BYTES = 96  # of three numbers
+_COUNTS_BYTES = 96  # fits the three numbers of `schedstat`
 
 
 class LoopWatchdog:
@@ -40,15 +39,15 @@ class LoopWatchdog:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._loop_times = _ThreadTimes()
-        self._own_times = self._loop_times  # of the watchdog's thread, once it runs
+        self._own_times = self._loop_times  # replaced by those of the watchdog's thread once it runs
         self._last: tuple[float, str] | None = None
-        self._running = threading.Lock()  # held until `stop`: one call waits for it, where an event takes fifteen
+        self._running = threading.Lock()  # held until `stop`: waiting for a lock is one call, for an event fifteen
         self._running.acquire()
         self._thread = threading.Thread(target=self._run, name="loop-watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        with suppress(RuntimeError):  # stopped before
+        with suppress(RuntimeError):  # already stopped
             self._running.release()
 
     def alarms(self) -> list[str]:
@@ -78,7 +77,7 @@ class LoopWatchdog:
                 return
 
     def _stops_within(self, seconds: float, waited_s: float) -> bool:
-        """Wait for `stop`. A late end of the wait means that a thread had the GIL, which the loop waited for too.
+        """Wait for `stop`. If the wait ends late, a thread held the GIL, and the loop waited for it too.
 
         `waited_s` is how long this thread had waited for a processor at most half a second ago.
         """
@@ -94,12 +93,12 @@ class LoopWatchdog:
         return is_set
 
     def _check_end(self, due: float, used_s: float, waited_s: float) -> None:
-        """Record what kept this thread from going on at `due`, if it was late and not for want of a processor."""
+        """Record what delayed this thread past `due`, unless it only waited for a processor."""
         late_s = time.monotonic() - due
         if late_s > HELD_S:
             late_s -= self._own_times.waited_s() - waited_s
             worked_s = min(late_s, time.process_time() - used_s)
-            if worked_s > HELD_S:  # else the machine had no processor for the thread that had the GIL
+            if worked_s > HELD_S:  # less: the thread with the GIL itself waited for a processor
                 self._record(late_s, worked_s, self._holder(runs_itself=False))
 
     def _check(self) -> None:
@@ -108,8 +107,8 @@ class LoopWatchdog:
         self._loop.call_soon_threadsafe(beat.set)
         if self._on_time(beat, HELD_S):
             return
-        is_late = time.monotonic() - began > 2 * HELD_S  # this thread was held up too: by the GIL, or by the machine
-        runs_itself = self._loop_times.ran_s() - ran_s > HELD_S / 4  # else it waits: for the GIL, for a disk
+        is_late = time.monotonic() - began > 2 * HELD_S  # this thread was delayed too, by the GIL or the machine
+        runs_itself = self._loop_times.ran_s() - ran_s > HELD_S / 4  # otherwise it waits for the GIL or a disk
         doing, stack = _doing(frame := self._holder(runs_itself=runs_itself)), _stack(frame)
         del frame
         while not beat.wait(HELD_S):
@@ -121,7 +120,7 @@ class LoopWatchdog:
         idle = is_late and time.process_time() - used_s < seconds / 2  # the process was stopped
         if starved or idle:
             return
-        # A thread that hardly ran waited for the GIL, which another thread of the process had.
+        # If the loop's thread hardly ran, it waited for the GIL, so the time of the process counts.
         loop_ran_s = ran_now_s - ran_s
         worked_s = loop_ran_s if loop_ran_s > seconds / 4 else min(seconds, time.process_time() - used_s)
         self._log(seconds, worked_s, doing, stack)
@@ -137,7 +136,7 @@ class LoopWatchdog:
         log.warning("event loop held", extra={**fields, "doing": doing, "stack": stack})
 
     def _holder(self, *, runs_itself: bool) -> FrameType | None:
-        """Return the stack that holds the loop: another thread's with a request if the loop's own does not run."""
+        """Return the stack that blocks the loop. If the loop's thread does not run, prefer a thread with a request."""
         frames = sys._current_frames()
         frames.pop(threading.get_ident(), None)
         own = frames.pop(self._loop_thread, None)

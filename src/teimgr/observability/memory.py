@@ -161,11 +161,11 @@ IDLE_S = 4.0
 # A process that uses less than this part of a core is idle enough: watchdogs, probes and scrapes take a percent or two,
 # 60 short queries a second some 15, beside which a worker kept 300 MiB of the largest bodies that it had read.
 _IDLE_PART = 0.25
-# What a process may have beyond the least memory that it had.
+# Memory that a process may use beyond its recorded minimum before memory is returned.
 _GROWTH = 1.05
 _GROWTH_BYTES = 4 * 2**20
-# How long a process worked since the last time, and how many times as long since one that gave little back, as the
-# memory was in use. One large call takes less work than that: growth since the last time counts as well.
+# Processor time between two returns of memory, and its factor after a return that freed little because the memory was
+# in use. One large call takes less time than that, so growth since the last return counts as well.
 _WORK_S = 0.1
 _USELESS = 10
 _GROWTH_SINCE_BYTES = 16 * 2**20
