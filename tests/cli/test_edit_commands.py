@@ -59,4 +59,4 @@ def test_only_a_create_that_waits_waits_for_a_host(
 ) -> None:
     HostThatJoins.refusals, HostThatJoins.placement_s = 1, placement_s
     assert main(["create", "far", "m", "--node", "two", "--url", url, *wait]) == status
-    assert ("waits up to 30 s for a host that joins" in capsys.readouterr().err) == (status == 0)
+    assert ("waiting up to 30 s for a host to join" in capsys.readouterr().err) == (status == 0)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
+from fnmatch import fnmatchcase
 
 import pytest
 from tests.support.credentials import AUTH, KEYS, SECRETS
 
 from teimgr.config.auth import policy_of
 from teimgr.errors import Unauthenticated
-from teimgr.http.auth.policy import NO_CERTIFICATE, Policy, certificate_from_tls, new_key, subject_attributes
+from teimgr.http.auth.policy import (
+    NO_CERTIFICATE,
+    Caller,
+    Policy,
+    certificate_from_tls,
+    new_key,
+    subject_attributes,
+)
 
 
 def test_every_key_is_compared_whatever_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +35,17 @@ def test_every_key_is_compared_whatever_was_found_before(monkeypatch: pytest.Mon
         with suppress(Unauthenticated):
             policy.authenticate(NO_CERTIFICATE, key)
         assert len(compared) == len(KEYS)
+
+
+def test_a_key_for_thousands_of_instances_costs_no_long_turn_and_covers_names_and_globs() -> None:
+    names = tuple(f"team-{number}-embedder" for number in range(5000))
+    caller = Caller("k", frozenset(), (*names, "a.b", "x-*", "[ab]?"))
+    began = time.process_time()
+    assert not caller.covers("other")
+    assert time.process_time() - began < 0.02
+    for name in (names[-1], names[0][:-1], "a.b", "acb", "x-", "ax-1", "b7", "[ab]?", "c7", "x-1\n"):
+        assert caller.covers(name) == any(fnmatchcase(name, each) for each in caller.instances or ())
+    assert not Caller("k", frozenset(), ()).covers("")
 
 
 def test_a_policy_travels_to_the_muxes_whole() -> None:

@@ -92,7 +92,7 @@ class Caller:
         return not self.rights.isdisjoint(_OPERATORS)
 
     def covers(self, instance: str) -> bool:
-        return self.instances is None or _pattern_of(self.instances).match(instance) is not None
+        return self.instances is None or _cover_of(self.instances)(instance)
 
     def require(self, rights: frozenset[Right]) -> None:
         """Check that the caller has one of `rights`; an empty set requires none.
@@ -116,9 +116,17 @@ class Caller:
 
 
 @lru_cache(1024)
-def _pattern_of(instances: tuple[str, ...]) -> re.Pattern[str]:
-    """Return one pattern for names and globs, as thousands of instances are compared with it."""
-    return re.compile("|".join(map(translate, instances)) or "(?!)")
+def _cover_of(instances: tuple[str, ...]) -> Callable[[str], bool]:
+    """Return whether a name is one of `instances`, or matches a glob of them: thousands are compared.
+
+    Only globs are in the pattern: to compile 5,000 names takes 260 ms.
+    """
+    names = frozenset(each for each in instances if _GLOB.isdisjoint(each))
+    globs = re.compile("|".join(translate(each) for each in instances if each not in names) or "(?!)")
+    return lambda name: name in names or globs.match(name) is not None
+
+
+_GLOB = frozenset("*?[")
 
 
 _SHOWN_PATTERNS = 8  # of a key's instances in a message
