@@ -529,7 +529,7 @@ _HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "images.md"
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def image_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     with WarmDaemonProcess() as daemon, daemon.client() as client:
         client.create("clip", str(build_clip(tmp_path_factory.mktemp("clip") / "clip")), dtype="float32")
         chat = build_qwen3_vl_embedding(tmp_path_factory.mktemp("chat") / "chat")
@@ -540,12 +540,12 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         yield daemon
 
 
-def test_an_image_has_one_vector_however_it_is_given(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_an_image_has_one_vector_however_it_is_given(image_daemon: DaemonProcess, tmp_path: Path) -> None:
     pictures = [noise(40, 30, seed) for seed in range(11)]
     paths = [tmp_path / f"{place}.png" for place in range(len(pictures))]
     for path, picture in zip(paths, pictures, strict=True):
         path.write_bytes(file_of(picture))
-    with daemon.client() as client:
+    with image_daemon.client() as client:
         given = [*pictures[:4], *(path.read_bytes() for path in paths[4:8]), *paths[8:]]
         vectors = client.embed_images(given, instance="clip")
         assert vectors.shape == (11, 24)
@@ -557,14 +557,14 @@ def test_an_image_has_one_vector_however_it_is_given(daemon: DaemonProcess, tmp_
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
-def test_an_image_of_pillow_has_the_vector_of_its_file(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_an_image_of_pillow_has_the_vector_of_its_file(image_daemon: DaemonProcess, tmp_path: Path) -> None:
     turned = Image.Exif()
     turned[0x0112] = 6
     noise(90, 60).save(tmp_path / "turned.jpg", exif=turned)
     noise(90, 60).save(tmp_path / "turned.png", exif=turned)
     noise(90, 60).convert("CMYK").save(tmp_path / "cmyk.jpg")
     noise(1600, 1500).save(tmp_path / "photograph.jpg")  # 7.2 MB as PNG
-    with daemon.client() as client:
+    with image_daemon.client() as client:
         for path in tmp_path.iterdir():
             expected = client.embed_images(path, instance="clip")
             with Image.open(path) as image:
@@ -583,11 +583,11 @@ def test_an_image_of_pillow_has_the_vector_of_its_file(daemon: DaemonProcess, tm
             assert np.array_equal(client.embed_images(image.copy(), instance="clip"), drafted)
 
 
-def test_an_image_that_cannot_be_sent_is_named_with_the_way_out(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_sent_is_named_with_the_way_out(image_daemon: DaemonProcess, tmp_path: Path) -> None:
     cut = tmp_path / "cut.png"
     cut.write_bytes(file_of(noise(90, 60))[:-600])
     wide = noise(1600, 1500)
-    with daemon.client() as client, Image.open(cut) as broken:
+    with image_daemon.client() as client, Image.open(cut) as broken:
         for image, said in (
             (broken, "truncated"),
             (Image.new("F", (9, 9)), "cannot write mode F as PNG"),
@@ -598,15 +598,15 @@ def test_an_image_that_cannot_be_sent_is_named_with_the_way_out(daemon: DaemonPr
                 client.embed_images([noise(4, 4), image], instance="clip")
 
 
-def test_info_tells_what_a_model_embeds(daemon: DaemonProcess) -> None:
-    with daemon.client() as client:
+def test_info_tells_what_a_model_embeds(image_daemon: DaemonProcess) -> None:
+    with image_daemon.client() as client:
         told = {name: client.info(instance=name) for name in ("clip", "chat")}
     assert {name: info.modalities for name, info in told.items()} == dict.fromkeys(told, ("text", "image"))
     assert {name: info.fused for name, info in told.items()} == {"clip": False, "chat": True}
 
 
-def test_refusals_name_the_image(daemon: DaemonProcess, tmp_path: Path) -> None:
-    with daemon.client() as client:
+def test_refusals_name_the_image(image_daemon: DaemonProcess, tmp_path: Path) -> None:
+    with image_daemon.client() as client:
         with pytest.raises(ValidationError, match=r"images\[1\]: .*no such file"):
             client.embed_images([noise(4, 4), tmp_path / "no such file"], instance="clip")
         with pytest.raises(ValidationError, match=r"images\[0\]: must be bytes"):
@@ -618,14 +618,14 @@ def test_refusals_name_the_image(daemon: DaemonProcess, tmp_path: Path) -> None:
 
 
 def test_the_search_of_the_how_to(
-    daemon: DaemonProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    image_daemon: DaemonProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [code] = re.findall(r"```python\n(.*?)```", _HOW_TO.read_text(), re.DOTALL)
     (tmp_path / "pictures").mkdir()
     for colour in ("red", "lime", "blue"):
         Image.new("RGB", (20, 20), colour).save(tmp_path / "pictures" / f"{colour}.jpg")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("teimgr.client.Client", lambda: daemon.client())
+    monkeypatch.setattr("teimgr.client.Client", lambda: image_daemon.client())
     exec(compile(code, str(_HOW_TO), "exec"), {})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
@@ -633,10 +633,10 @@ def test_the_search_of_the_how_to(
     assert scores == sorted(scores, reverse=True)
 
 
-def test_a_table_with_images_and_texts_has_the_same_vectors(daemon: DaemonProcess) -> None:
+def test_a_table_with_images_and_texts_has_the_same_vectors(image_daemon: DaemonProcess) -> None:
     files = [file_of(noise(40, 30)), None, file_of(noise(40, 30))[:-300], b"none", file_of(noise(40, 30)), None]
     texts = [None, "a dog", None, None, "both", None]
-    with daemon.client() as client:
+    with image_daemon.client() as client:
         vectors = client.embed_images([files[0]], instance="clip")
         query = client.embed("a dog", instance="clip")
         for kind in (pa.binary(), pa.large_binary()):
@@ -655,11 +655,11 @@ def test_a_table_with_images_and_texts_has_the_same_vectors(daemon: DaemonProces
         assert "a `path` is not opened" in found["error"][1].as_py()
 
 
-def test_a_row_with_image_and_text_is_one_input_of_a_model_that_reads_both(daemon: DaemonProcess) -> None:
+def test_a_row_with_image_and_text_is_one_input_of_a_model_that_reads_both(image_daemon: DaemonProcess) -> None:
     file = file_of(noise(60, 40))
     table = pa.table({"image": pa.array([file, file, None]), "text": pa.array([None, "a fox", "a fox"])})
     content = {"content": [{"type": "image", "data": base64.b64encode(file).decode()}, "a fox"]}
-    with daemon.client() as client:
+    with image_daemon.client() as client:
         found = client.infer(table, instance="chat")
         port = client.get("chat").port
     asked = urllib.request.Request(
@@ -675,11 +675,11 @@ def test_a_row_with_image_and_text_is_one_input_of_a_model_that_reads_both(daemo
     assert all(np.abs(rows[1] - row).max() > 1e-3 for row in (rows[0], rows[2]))
 
 
-def test_embed_arrow_takes_a_column_of_images_with_an_error_for_each_row(daemon: DaemonProcess) -> None:
+def test_embed_arrow_takes_a_column_of_images_with_an_error_for_each_row(image_daemon: DaemonProcess) -> None:
     good = file_of(noise(40, 30))
     structs = pa.array([{"bytes": good, "path": None}, {"bytes": None, "path": "/etc/passwd"}, None, None])
     table = pa.table({"image": structs, "text": pa.array([None, None, "a dog", None], pa.string())})
-    with daemon.client() as client, grpc.insecure_channel(daemon.grpc.removeprefix("http://")) as channel:
+    with image_daemon.client() as client, grpc.insecure_channel(image_daemon.grpc.removeprefix("http://")) as channel:
         expected = [client.embed_images([good], instance="clip")[0], client.embed("a dog", instance="clip")[0]]
         call = channel.unary_unary("/tei_multiplexer.v1.TeiMultiplexer/EmbedArrow")
         target = mux_pb2.Target(instance_name="clip")
@@ -691,7 +691,9 @@ def test_embed_arrow_takes_a_column_of_images_with_an_error_for_each_row(daemon:
     assert "a `path` is not opened" in found.errors[1]
 
 
-def test_the_images_of_a_folder_and_of_a_column_are_embedded_into_a_file(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_the_images_of_a_folder_and_of_a_column_are_embedded_into_a_file(
+    image_daemon: DaemonProcess, tmp_path: Path
+) -> None:
     folder, files = tmp_path / "pictures", [file_of(noise(40, 30, seed)) for seed in range(3)]
     (folder / "b").mkdir(parents=True)
     names = ["a.png", "b/c.png", "z.jpg"]
@@ -699,7 +701,7 @@ def test_the_images_of_a_folder_and_of_a_column_are_embedded_into_a_file(daemon:
         (folder / name).write_bytes(content)
     rows = [{"bytes": files[2], "path": None}, {"bytes": None, "path": "/etc/passwd"}]
     pq.write_table(pa.table({"id": [7, 8], "image": rows}), tmp_path / "a.parquet")
-    with daemon.client() as client:
+    with image_daemon.client() as client:
         expected = client.embed_images(files, instance="clip")
         done = embed_file(client, folder, tmp_path / "v.parquet", instance="clip")
         of_table = embed_file(client, tmp_path / "a.parquet", tmp_path / "w.parquet", instance="clip")
@@ -727,14 +729,14 @@ def test_the_images_of_a_folder_and_of_a_column_are_embedded_into_a_file(daemon:
 BLUE = (72, 36, "0 0 1 rg 0 0 72 36 re f")
 
 
-def test_pages_of_documents_are_embedded_into_a_file(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_pages_of_documents_are_embedded_into_a_file(image_daemon: DaemonProcess, tmp_path: Path) -> None:
     folder = tmp_path / "documents"
     folder.mkdir()
     (folder / "a.pdf").write_bytes(pdf_of(BLUE, (72, 72, "1 0 0 rg 0 0 30 72 re f")))
     (folder / "b.pdf").write_bytes(b"no document")
     (folder / "c.png").write_bytes(file_of(noise(40, 30)))
     images = [*pdf_pages.pages(folder / "a.pdf"), (folder / "c.png").read_bytes()]
-    with daemon.client() as client:
+    with image_daemon.client() as client:
         expected = client.embed_images(images, instance="clip")
         of_pages = client.infer(pa.table({"image": images}), instance="pages", outputs=["multi_vector"])
         done = embed_file(client, folder, tmp_path / "v.parquet", instance="clip")

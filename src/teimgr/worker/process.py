@@ -93,6 +93,7 @@ def main(listener_fd: int, incarnation: str, run_dir: str, spec_json: str, ports
     """
     spec = WorkerSpec.from_json(spec_json)
     logs.setup(spec.log_level, spec.log_format, fields={"node": spec.host} if spec.host else None)
+    sys.stderr = sys.stdout  # both are the log; descriptor 2 is for C libraries, and silenced while sounds are decoded
     logs.write_stacks(sys.stdout)
     listener = socket.socket(fileno=listener_fd)
     listener.setblocking(False)

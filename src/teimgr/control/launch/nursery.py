@@ -410,7 +410,6 @@ def _wire_streams(log: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
-    sys.stderr = sys.stdout  # C libraries alone write to descriptor 2, which may be silenced
 
 
 def _close_all_but(kept: Sequence[int]) -> None:
