@@ -677,7 +677,7 @@ def test_a_device_that_answers_wrongly_fails_the_proof(
     monkeypatch.setattr("teimgr.engine.engine._RECENT_BATCH_S", 0.0)
     gate.instead = lambda _model, batch: {Output.DENSE: Rows(torch.ones(batch.texts, 32))}
 
-    with pytest.raises(Unavailable, match="another vector"):
+    with pytest.raises(Unavailable, match="has changed since the model was loaded"):
         bert.engine.self_test(WAIT_S)
 
 

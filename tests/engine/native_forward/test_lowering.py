@@ -131,7 +131,7 @@ def test_an_activation_written_out_is_recognised(run: Callable[[Tensor, Tensor],
     [
         (lambda x, _: x.cumsum(1), "cumsum"),
         (lambda x, _: torch.sin(x) * x, "sin"),
-        (lambda x, _: functional.silu(1.5 * x), "another function"),
+        (lambda x, _: functional.silu(1.5 * x), "unknown elementwise function"),
         (lambda x, _: x + torch.arange(x.shape[1])[None, :, None], "differs between tokens"),
         (lambda x, _: x.flip(2), "flip"),
         (lambda x, _: torch.cat([x[..., 8:], x[..., :8]], -1), "not consecutive"),
