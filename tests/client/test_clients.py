@@ -194,7 +194,7 @@ async def test_a_reply_that_is_no_json_is_an_internal_error(client: AsyncClient,
 
     daemon.health = text  # type: ignore[method-assign]
     async with serve(daemon) as url, AsyncClient(url) as other:
-        with pytest.raises(Internal, match="no JSON"):
+        with pytest.raises(Internal, match="is not JSON"):
             await other.health()
 
 

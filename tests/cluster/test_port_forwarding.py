@@ -434,7 +434,7 @@ async def test_connections_over_the_limit_are_reset_and_the_others_go_on(
             await asked(each)
         for _ in range(3):
             assert await closed(fleet)
-        assert caplog.text.count("there are too many") == 1
+        assert caplog.text.count("too many connections") == 1
         kept.pop()[1].close()
         await eventually(lambda: fleet.head.connections == 1)
         assert await asked(await fleet.connect()) == b"hello"

@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,9 @@ class KnownFootprints:
     async def look(self, spec: Any, roots: object = None) -> None:
         await asyncio.sleep(0)
 
+    def snapshot(self) -> KnownFootprints:
+        return self
+
     def known(self, spec: Any, device_kind: str = "cpu") -> Footprint:
         if spec.model_id not in self._of:
             rng = random.Random(f"{self._seed} {spec.model_id}")
@@ -68,6 +71,15 @@ class KnownFootprints:
     def load_seconds(self, spec: Any) -> None: ...
     def load(self) -> None: ...
     async def close(self) -> None: ...
+
+
+class AtOnce:
+    """Runs what a thread would: the loop's clock skips ahead while it waits for one."""
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    def close(self) -> None: ...
 
 
 class DrawnFleet:
@@ -107,6 +119,7 @@ class DrawnFleet:
             cores=rng.choice((1, 2, 8)),  # type: ignore[arg-type]
         )
         patch.setattr(self.manager._planner.memory, "footprints", KnownFootprints(rng.random()))
+        patch.setattr(self.manager._planning, "_threads", AtOnce())
         self.residence = Residence(self.manager, directory, TenantRegistry(folder, folder / "state.toml"))
         self.manager.memory.relieve_by(self.residence.relieve)
         self.manager.plan_evictions_by(self.residence.rehearsal)

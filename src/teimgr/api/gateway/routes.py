@@ -191,7 +191,8 @@ def _paths() -> dict[str, Any]:
         prefix = path.removesuffix("/v1/models")
         paths_of[path] = _get("Names for the `model` of a request", ok, suffix=prefix)
         if path + "/{model:path}" in MODEL_CARDS:
-            paths_of[path + "/{model}"] = _get("One of them", ok | not_found, "model", suffix=prefix)
+            unknown = not_found | ({"400": _failure("unknown name")} if prefix else {})
+            paths_of[path + "/{model}"] = _get("One of them", ok | unknown, "model", suffix=prefix)
     paths_of[OLLAMA_TAGS] = _get("Ollama's list of models", ok)
     paths_of[OLLAMA_RUNNING] = _get("Ollama's list of loaded models", ok)
     paths_of[OLLAMA_VERSION] = _get("The compatible version of Ollama", ok)

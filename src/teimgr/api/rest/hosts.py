@@ -67,10 +67,11 @@ def _enrolment_of(request: Request) -> HostEnrolment | None:
     return enrolment
 
 
+_NO_CLUSTER: dict[int | str, dict[str, Any]] = {501: {"model": Failure, "description": "the fleet has one host"}}
 EnrolmentDep = Annotated[HostEnrolment | None, Depends(_enrolment_of)]
 
 
-@router.post("/hosts/tokens", response_model=JoinTokenInfo, status_code=201)
+@router.post("/hosts/tokens", response_model=JoinTokenInfo, status_code=201, responses=_NO_CLUSTER)
 async def create_join_token(request: Request, enrolment: EnrolmentDep) -> Response:
     """A token by which one host may join the cluster, once."""
     body = await read_json(request, JoinTokenRequest)
@@ -78,7 +79,7 @@ async def create_join_token(request: Request, enrolment: EnrolmentDep) -> Respon
     return answer({"token": token, "node": body.node, "life_secs": body.life_secs}, 201)
 
 
-@router.delete("/hosts/{name}", response_model=RemovedHost, responses={404: {"model": Failure}})
+@router.delete("/hosts/{name}", response_model=RemovedHost, responses={404: {"model": Failure}, **_NO_CLUSTER})
 async def remove_host(name: str, enrolment: EnrolmentDep) -> Response:
     """Revoke a host's certificates. It takes no more workers, and those of other hosts refuse it; its own are moved,
     where they can run elsewhere.
