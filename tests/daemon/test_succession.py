@@ -238,7 +238,7 @@ def test_one_that_fails_after_the_word_leaves_worker_and_mux_to_the_daemon_after
         until(lambda: client.get("held").status is State.STOPPING, "the deletion")
         command = [sys.executable, "-m", "teimgr", "daemon", "restart", "--url", daemon.api, "--timeout", "30"]
         restart = pool.submit(subprocess.run, command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-        until(lambda: "taking over from the previous daemon" in log.read_text(), "a successor", LIMIT_S)
+        until(lambda: "is ready and takes over" in log.read_text(), "a successor", LIMIT_S)
         with socket.create_server(("127.0.0.1", free)):
             done = restart.result(LIMIT_S)
             until(lambda: not daemon.is_running, "the end of the daemons", LIMIT_S)
@@ -303,7 +303,7 @@ def test_a_second_restart_while_the_mux_is_being_replaced_meets_no_gap(daemon: D
         os.kill(following := pid_in(run_file), signal.SIGSTOP)  # a start that takes its time
         second = pid(daemon)
         os.kill(second, signal.SIGUSR2)
-        until(lambda: log.read_text().count("taking over from the previous daemon") == 2, "another daemon", LIMIT_S)
+        until(lambda: log.read_text().count("is ready and takes over") == 2, "another daemon", LIMIT_S)
         calls.progress(10)
         os.kill(following, signal.SIGCONT)
         until(lambda: pid(daemon) not in (first, second), "the third daemon", LIMIT_S)
@@ -328,7 +328,7 @@ def test_a_reload_before_the_word_is_the_next_daemons_once_it_serves(daemon: Dae
         until(lambda: client.get("held").status is State.STOPPING, "the deletion")
         os.kill(first, signal.SIGUSR2)
         until(
-            lambda: "taking over from the previous daemon" in (daemon.folder / "daemon.log").read_text(),
+            lambda: "is ready and takes over" in (daemon.folder / "daemon.log").read_text(),
             "a successor",
             LIMIT_S,
         )
