@@ -181,12 +181,6 @@ def test_a_native_forward_shares_all_but_the_shortest_queries_between_threads() 
     assert 4 <= _serial_tokens(of_widths(384, 1536, Batching.NATIVE)) <= 10
 
 
-@pytest.mark.parametrize(("threads", "tokens"), [(1, 128), (2, 128), (3, 128), (16, 1024)])
-def test_a_batch_of_several_tenants_queries_has_work_for_all_threads(threads: int, tokens: int) -> None:
-    options = EngineOptions(path=Path("x"), model_id="x", threads=threads)
-    assert _limits(options, of_widths(384, 1536, Batching.NATIVE)).shared_query_tokens == tokens
-
-
 def of_widths(hidden: int, widest: int, batching: Batching) -> Any:
     config = SimpleNamespace(hidden_size=hidden, intermediate_size=widest)
     backbone = SimpleNamespace(config=config, batching=batching)

@@ -42,9 +42,6 @@ log = logging.getLogger(__name__)
 _MAY_PASS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ENOSPC)
 _TABLE_BATCH_TOKENS = 8192  # of an embedding table: a batch costs more than its tokens do
 _CPU_BULK_TOKENS_BESIDE_INTERACTIVE = 512
-# For each two threads. Larger batches have no higher rate on a CPU, but queries of other tenants wait longer for them:
-# MiniLM takes 154 µs a token in batches of 10 tokens, 49 to 53 in those of 120 to 640 (two threads, bfloat16).
-_CPU_SHARED_QUERY_TOKENS = 128
 _MIN_BATCH_TOKENS = 256
 # One thread computes a batch with fewer multiplications per layer: each operation would wake the other threads, which
 # takes as long as they save. The native forward wakes them once.
@@ -349,10 +346,7 @@ def _limits(options: EngineOptions, model: Model) -> BatchLimits:
     few = _TABLE_BATCH_TOKENS if isinstance(model.backbone, StaticTable) else CPU_BATCH_TOKENS
     tokens = min(options.max_batch_tokens, few, affordable)
     beside = min(tokens, _CPU_BULK_TOKENS_BESIDE_INTERACTIVE)
-    pairs = max(1, options.threads // 2)
-    shared = None if isinstance(model.backbone, StaticTable) else _CPU_SHARED_QUERY_TOKENS * pairs
-    texts = options.max_batch_requests
-    return BatchLimits(tokens, beside, texts, own_threads=model.is_native, shared_query_tokens=shared)
+    return BatchLimits(tokens, beside, options.max_batch_requests, own_threads=model.is_native)
 
 
 def _serial_tokens(model: Model) -> int:

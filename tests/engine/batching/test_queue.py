@@ -27,7 +27,7 @@ from teimgr.engine.batching.queue import (
 )
 from teimgr.engine.finisher import Finisher
 from teimgr.engine.intake import Intake
-from teimgr.engine.job import Decided, InferOptions, Job, Lane, Share
+from teimgr.engine.job import Decided, InferOptions, Job, Lane
 from teimgr.engine.text.tokenizer import TokenizeOptions
 from teimgr.errors import Cancelled, TeimgrError, TokenRateExceeded
 
@@ -426,45 +426,6 @@ def test_small_batches_leave_room_for_a_text() -> None:
 
     assert cap.tokens == 256
     assert TokenCap(100, lambda: 0.0).tokens == 100
-
-
-# Queries of several tenants.
-
-
-def query(length: int, tenant: int) -> QueueEntry:
-    job = Job(["x"], InferOptions(), Lane.INTERACTIVE)
-    job.belongs_to(Share(tenant))
-    return QueueEntry(job, np.zeros(1, np.intp), Encoded(np.zeros(length, dtype=np.int32)))
-
-
-def test_a_tenants_queries_fill_batches_while_it_is_alone() -> None:
-    queue = EntryQueue(replace(LIMITS, tokens=1000, shared_query_tokens=128), Clock())
-    queue.put([query(10, 1) for _ in range(64)])
-
-    assert take(queue).tokens == 640
-
-
-def test_beside_a_flood_another_tenants_query_waits_for_a_small_batch_and_is_computed_in_one() -> None:
-    clock = Clock()
-    queue = EntryQueue(replace(LIMITS, tokens=1000, shared_query_tokens=128), clock)
-    queue.put([query(10, 1) for _ in range(64)])
-    queue.put([few := query(10, 2)])
-
-    first = take(queue)
-    assert few in first.entries
-    assert first.tokens <= 64
-    assert take(queue).tokens == 120  # what the next query waits for
-
-    clock.now += LIMITS.interactive_memory_s
-    assert take(queue).tokens == 640 + 10 - first.tokens - 120
-
-
-def test_two_tenants_with_many_queries_share_batches_of_the_bound() -> None:
-    queue = EntryQueue(replace(LIMITS, tokens=1000, shared_query_tokens=128), Clock())
-    queue.put([query(10, tenant) for tenant in (1, 2) for _ in range(64)])
-
-    tenants = [entry.job.share.tenant for entry in take(queue).entries]
-    assert sorted(tenants) == [1] * 6 + [2] * 6
 
 
 LIMIT_S = 20.0

@@ -270,15 +270,6 @@ class FairLane:
         self.texts = sum([buckets.texts for buckets in self._waiting.values()])
         return draft
 
-    @property
-    def least_of_several(self) -> int | None:
-        """The waiting tokens of the tenant that has the fewest, of the first priority; None if it has one tenant."""
-        if len(self._waiting) < 2:
-            return None
-        first = min([share.priority for share in self._shares.values()])
-        tokens = [self._waiting[each.tenant].tokens for each in self._shares.values() if each.priority == first]
-        return min(tokens) if len(tokens) > 1 else None
-
     def tokens_before(self, share: Share) -> int:
         """Return the tokens that are taken before a further text of a tenant, by its share."""
         if self._waiting.keys() <= {share.tenant}:

@@ -10,8 +10,6 @@ scheduling costs nothing per bulk text. The rules of `next_batch`:
 3. A batch takes the lane's oldest texts, then those of nearest length, until a limit is reached. So no text starves,
    and texts of equal length are batched together. Several waiting tenants share by `FairLane`.
 4. Bulk batches are small if interactive entries arrived recently: the next query waits for at most one such batch.
-5. Interactive batches are small if several tenants sent queries recently, and smaller if one of them has few tokens
-   waiting: its query waits for one small batch of the others, and is computed in another.
 
 If each lane has its own thread (`BatchLimits.own_threads`), 2 and 4 do not apply: queries do not wait for bulk batches,
 and the operating system divides the processor between the lanes.
@@ -52,7 +50,6 @@ _AHEAD_TEXTS = 32_768
 _AHEAD_TOKENS = 2**20
 _AHEAD_BATCHES = 4
 
-_BESIDE_FEW = 4  # tokens of a batch of several tenants, as a multiple of the least waiting tokens of one
 
 # The fixed cost of a batch, in tokens: that of one short query.
 BATCH_OVERHEAD_TOKENS = 64
@@ -62,8 +59,7 @@ BATCH_OVERHEAD_TOKENS = 64
 class BatchLimits:
     """The limits of a batch. A text longer than the token limit is a batch alone.
 
-    If `own_threads`, each lane has its own thread, and both run at the same time. `shared_query_tokens` limits
-    interactive batches while several tenants send queries; None sets no further limit.
+    If `own_threads`, each lane has its own thread, and both run at the same time.
     """
 
     tokens: int
@@ -72,7 +68,6 @@ class BatchLimits:
     bulk_share: float = 0.2
     interactive_memory_s: float = 1.0
     own_threads: bool = False
-    shared_query_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -187,8 +182,7 @@ class EntryQueue:
         self._lanes = {lane: FairLane() for lane in Lane}
         self.token_cap = TokenCap(limits.tokens, clock)
         self._bulk_credit = 0.0
-        self._interactive_seen = self._tenants_changed = -float("inf")
-        self._tenant: int | None = None  # of the last query
+        self._interactive_seen = -float("inf")
         self._closed = False
         self._abandoned = False
         self._throughput = LaneThroughput()
@@ -209,10 +203,6 @@ class EntryQueue:
                 lane = entry.job.lane
                 self._lanes[lane].put(entry)
                 lanes.add(lane)
-                if lane is Lane.INTERACTIVE and entry.job.share.tenant != self._tenant:
-                    if self._tenant is not None:
-                        self._tenants_changed = self._clock()
-                    self._tenant = entry.job.share.tenant
             if Lane.INTERACTIVE in lanes:
                 self._interactive_seen = self._clock()
                 self._has_queries.notify()
@@ -301,15 +291,9 @@ class EntryQueue:
         return Lane.BULK if due else Lane.INTERACTIVE
 
     def _budget(self, lane: Lane) -> int:
-        since, limits = self._clock() - self._limits.interactive_memory_s, self._limits
-        most = limits.tokens
-        if lane is Lane.BULK:
-            if self._interactive_seen > since and not limits.own_threads:
-                most = limits.bulk_tokens_beside_interactive
-        elif limits.shared_query_tokens is not None and self._tenants_changed > since:
-            most = min(most, limits.shared_query_tokens)
-            if (least := self._lanes[lane].least_of_several) is not None:
-                most = min(most, max(limits.shared_query_tokens // 2, _BESIDE_FEW * least))
+        recently = self._clock() - self._interactive_seen < self._limits.interactive_memory_s
+        is_small = lane is Lane.BULK and recently and not self._limits.own_threads
+        most = self._limits.bulk_tokens_beside_interactive if is_small else self._limits.tokens
         return min(most, self.token_cap.tokens)
 
     def _settle(self, lane: Lane, tokens: int) -> None:
