@@ -31,6 +31,7 @@ from teimgr.http.direct import DirectRequest
 from teimgr.http.turns import WorkTurns
 from teimgr.models.source import names_a_path, shown_id
 from teimgr.spec import State
+from teimgr.wire.frames import Buffer
 from teimgr.wire.gil import StepThread
 from teimgr.wire.json_scan import Steps, text_member
 from teimgr.wire.protobuf import Target
@@ -262,6 +263,11 @@ class ReadBody(NamedTuple):
     budget: ByteBudget
 
 
+def framed(head: bytes, body: Buffer) -> bytearray:
+    """Return a buffer with a request's head and its body, which is copied once: each copy of 32 MiB takes 10 ms."""
+    return bytearray().join((head, body))
+
+
 class Bodies:
     """Memory budgets of requests and replies, one for small and one for large bodies.
 
@@ -312,7 +318,7 @@ class Bodies:
         charge = Charge(self.small)
         if not charge.try_take(size):
             return None
-        return ReadBody(bytearray(head + request.body.take()), len(head), size, self.small), charge
+        return ReadBody(framed(head, request.body.take()), len(head), size, self.small), charge
 
     async def hold(
         self, head: bytes, body: bytes | bytearray, budget: ByteBudget | None = None
@@ -326,9 +332,7 @@ class Bodies:
         self._check_replies()
         charge = Charge(budget or self.small)
         await charge_body(charge, len(body))
-        payload = bytearray(head)
-        payload += body  # one copy: a body of a batch may have 16 MiB
-        return ReadBody(payload, len(head), charge.bytes, budget or self.small), charge
+        return ReadBody(framed(head, body), len(head), charge.bytes, budget or self.small), charge
 
     def _check_replies(self) -> None:
         if self.large.taken_bytes > self.large.limit_bytes * _REPLIES:

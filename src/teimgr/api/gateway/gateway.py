@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from teimgr.api.gateway.bodies import SMALL_BYTES, Bodies, ModelNames, ModelScans, ReadBody
+from teimgr.api.gateway.bodies import SMALL_BYTES, Bodies, ModelNames, ModelScans, ReadBody, framed
 from teimgr.api.gateway.model_cards import (
     COHERE_CHECKS,
     INFINITY_HEALTH,
@@ -430,9 +430,8 @@ def after_load(head: HttpRequest, body: ReadBody, waited_ns: int) -> tuple[HttpR
     """Return head and body of a request after the load of its model, with the waiting time for the worker."""
     head = head._replace(headers={**head.headers, LOAD_NS: str(waited_ns)})
     start = request_head(head)
-    payload = bytearray(start)
-    payload += memoryview(body.payload)[body.start :]  # one copy: each of 32 MiB takes 10 ms or more
-    return head, body._replace(payload=payload, start=len(start))
+    rest = memoryview(body.payload)[body.start :]
+    return head, body._replace(payload=framed(start, rest), start=len(start))
 
 
 def check_encoding(headers: Mapping[str, str]) -> None:
