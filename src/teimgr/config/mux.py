@@ -12,6 +12,8 @@ from teimgr.errors import InvalidConfig
 from teimgr.http.auth.tls_files import TlsFiles
 from teimgr.observability.telemetry import Exporting
 
+DRAIN_S = 10.0  # for the calls of a mux that got SIGTERM
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuxConfig:

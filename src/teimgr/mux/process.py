@@ -28,7 +28,7 @@ from typing import cast
 
 import uvloop
 
-from teimgr.config.mux import MuxConfig
+from teimgr.config.mux import DRAIN_S, MuxConfig
 from teimgr.config.sections import allows
 from teimgr.errors import InvalidConfig, TeimgrError, Unavailable
 from teimgr.http.acceptor import Acceptor
@@ -60,7 +60,6 @@ from teimgr.worker.tenant_meter import EntryMeters
 _log = logging.getLogger("teimgr.mux")
 BESIDE = "beside"
 """Second argument of a mux that shares the port with the mux that it will replace."""
-_DRAIN_S = 10.0
 _EXIT_BAD_CONFIG = 2
 _EXIT_CANNOT_LISTEN = 4
 
@@ -200,7 +199,7 @@ class Mux:
         self._woken = asyncio.Event()  # set by the first snapshot, or by a stop
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
-        self._grace_s = _DRAIN_S
+        self._grace_s = DRAIN_S
         self._began_s = time.monotonic()
         self._watchdog: LoopWatchdog | None = None
         self._loads = DaemonLoads(config.processes)
@@ -332,7 +331,7 @@ class Mux:
     def _on_signal(self) -> None:
         if self._stopping.is_set():
             self._forced.set()
-        self._stop(_DRAIN_S)
+        self._stop(DRAIN_S)
 
     def _stop(self, grace_s: float) -> None:
         if self._stopping.is_set():  # the shorter grace applies
@@ -345,7 +344,7 @@ class Mux:
 
     def _on_orphaned(self) -> None:
         _log.warning("no daemon for %g s: stopping", self._config.orphan_grace_s)
-        self._stop(_DRAIN_S)
+        self._stop(DRAIN_S)
 
     def _process(self, message: Message, daemon: asyncio.StreamWriter) -> Message | None:
         if "policy" in message:  # applied before the snapshot, with which the server starts

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from teimgr.config.mux import DRAIN_S
 from teimgr.config.settings import Settings
 from teimgr.control.launch.control_link import MuxDisconnected, MuxLink, MuxLost, MuxStopping
 from teimgr.control.launch.mux_launcher import MuxHandle, MuxLauncher, SentCertificates, local_launcher
@@ -60,7 +61,6 @@ _RUN_FILE = re.compile(r"mux-(\d+)\.run")
 _FORCED_S = 1.0
 _RECONNECT_PAUSE_S = 0.1
 _ADOPTION_PAUSE_S = 2.0
-_DRAIN_S = 10.0  # of a mux that got SIGTERM, as mux/process.py has it
 _LAST_LINES_S = 1.0  # for what a mux has reported before it ended
 
 
@@ -373,7 +373,7 @@ class MuxSupervisor(LifecycleTask):
         """Return whether another mux serves in place of an adopted one that cannot be fed, as it is older."""
         if self._replacing is None:
             return False
-        self._is_refused, self._grace_s = True, _DRAIN_S
+        self._is_refused, self._grace_s = True, DRAIN_S
         self._set_routes(self._routes)  # wakes the replacement
         await asyncio.wait({self._replacing})
         return self._prepared is not None
