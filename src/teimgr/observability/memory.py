@@ -19,6 +19,8 @@ _OPEN_FILES = 65536
 _NEVER = 1_000_000  # as the third threshold of garbage collections
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PF_FORKNOEXEC = 0x40
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_MAPPED_BYTES = 2**22
 
 
 def resident_bytes() -> int:
@@ -151,9 +153,6 @@ def map_large_buffers() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
-
-_M_MMAP_THRESHOLD = -3
-_MAPPED_BYTES = 2**22
 
 log = logging.getLogger(__name__)
 

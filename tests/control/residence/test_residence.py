@@ -382,13 +382,19 @@ async def test_what_a_key_asks_for_shortens_no_stay_of_the_other_keys_that_have_
         assert residence.left_s("a") is None  # as it is declared, for the first key
 
 
+async def loading_b_beside_a(owner: ScriptedOwner, residence: Residence) -> asyncio.Task[str]:
+    """Begin to load `b` for a call while `a` is loaded; returns the call."""
+    for name in ("a", "b"):
+        owner.declare_instance(name)
+    owner.publish("a", State.RUNNING)
+    waiting = asyncio.create_task(call(residence, "b"))
+    await owner.loaded.wait()
+    return waiting
+
+
 async def test_a_load_without_memory_has_an_idle_model_evicted_and_is_judged_again() -> None:
     async with running() as (owner, residence):
-        for name in ("a", "b"):
-            owner.declare_instance(name)
-        owner.publish("a", State.RUNNING)
-        waiting = asyncio.create_task(call(residence, "b"))
-        await owner.loaded.wait()
+        waiting = await loading_b_beside_a(owner, residence)
         again = await asyncio.wait_for(residence.relieve("b", 50, 10, {"a": 50}), 30)
         assert again
         assert owner.unloads == ["a"]
@@ -398,11 +404,7 @@ async def test_a_load_without_memory_has_an_idle_model_evicted_and_is_judged_aga
 
 async def test_a_model_that_is_pinned_while_it_is_loaded_is_not_evicted(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as (owner, residence):
-        for name in ("a", "b"):
-            owner.declare_instance(name)
-        owner.publish("a", State.RUNNING)
-        waiting = asyncio.create_task(call(residence, "b"))
-        await owner.loaded.wait()
+        waiting = await loading_b_beside_a(owner, residence)
         owner.specs["a"] = replace(owner.specs["a"], pinned=True)
         residence.on_change("a")
         residence.on_change("unknown")
@@ -416,11 +418,7 @@ async def test_a_model_that_is_pinned_while_it_is_loaded_is_not_evicted(caplog: 
 
 async def test_a_model_whose_unloading_fails_by_a_defect_serves_on() -> None:
     async with running() as (owner, residence):
-        for name in ("a", "b"):
-            owner.declare_instance(name)
-        owner.publish("a", State.RUNNING)
-        waiting = asyncio.create_task(call(residence, "b"))
-        await owner.loaded.wait()
+        waiting = await loading_b_beside_a(owner, residence)
         owner.refused_unloads = [KeyError("a defect")]
         relieved = asyncio.create_task(residence.relieve("b", 50, 10, {"a": 50}))
         await eventually(lambda: not owner.refused_unloads)

@@ -246,7 +246,7 @@ def test_vectors_of_another_size_than_the_files_say_are_named(tmp_path: Path) ->
     model.backbone.config.hidden_size = 24
     model = model.with_heads_of(layout)
 
-    with pytest.raises(ModelLoadFailed, match=r"BertModel gives 32 numbers \(dense\), and its files say 24"):
+    with pytest.raises(ModelLoadFailed, match=r"BertModel gives 32 numbers \(dense\), and its files declare 24"):
         finite_reference(model, probe_inputs(layout, TextTokenizer(layout, 96)))
 
 

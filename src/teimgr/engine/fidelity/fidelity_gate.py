@@ -94,8 +94,8 @@ def finite_reference(model: Model, inputs: Sequence[Encoded]) -> list[ProbeResul
     """Compute `reference_of` each input.
 
     Raises:
-        ModelLoadFailed: the library's code fails, its vectors have another size than config.json says, or a number of
-            them is NaN or infinite, as in a broken checkpoint.
+        ModelLoadFailed: the library's code raises an error, or gives vectors of a size that config.json does not
+            declare, or numbers that are NaN or infinite, as for a broken checkpoint.
     """
     name = type(getattr(model.backbone, "owner", model.backbone)).__name__
     try:
@@ -104,13 +104,12 @@ def finite_reference(model: Model, inputs: Sequence[Encoded]) -> list[ProbeResul
         gpu.raise_if_the_devices(error, model.backbone.device)
         if gpu.is_gpu(model.backbone.device):  # may pass, as the code did not fail on the host
             raise
-        first = str(error).strip().partition("\n")[0]
-        why = f"{type(error).__name__}: {first}"
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ModelLoadFailed(f"{name} fails on known texts, so it is not served: {why}") from error
     for output, width in model.widths.items():
         given = {rows.shape[-1] for result in found for rows in (result.get(output),) if rows is not None}
         if given - {width}:
-            raise ModelLoadFailed(f"{name} gives {max(given)} numbers ({output.value}), and its files say {width}")
+            raise ModelLoadFailed(f"{name} gives {max(given)} numbers ({output.value}), and its files declare {width}")
     if all(torch.isfinite(rows).all() for result in found for rows in result.values()):
         return found
     weight = model.broken_weight()
